@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "base/utf8.h"  // utf8_sanitize, is_valid_utf8
 
 namespace moat {
 
@@ -33,7 +34,7 @@ class Json {
   Json(int value) : Json(static_cast<int64_t>(value)) {}  // NOLINT
   Json(int64_t value);   // NOLINT
   Json(uint64_t value);  // NOLINT
-  Json(double value);    // NOLINT  shortest spelling that reads back the same; not finite -> null
+  Json(double value);    // NOLINT  as Python's repr: the shortest that reads back the same; not finite -> null
   Json(Number value) : value_(std::move(value)) {}  // NOLINT
   Json(std::string value) : value_(std::move(value)) {}  // NOLINT
   Json(std::string_view value) : value_(std::string(value)) {}  // NOLINT
@@ -113,9 +114,5 @@ Result<Json> parse_json(std::string_view text, const JsonLimits& limits = {});
 
 // `text` as a JSON string literal, quotes included; same escapes as Json::dump.
 void append_json_string(std::string& out, std::string_view text);
-
-// Replaces each maximal invalid part of `bytes` with U+FFFD (WHATWG decoding).
-std::string utf8_sanitize(std::string_view bytes);
-bool is_valid_utf8(std::string_view bytes);
 
 }  // namespace moat
