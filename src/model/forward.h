@@ -20,11 +20,12 @@ struct ForwardInput {
   std::span<const int32_t> token_ids;     // [tokens]
   std::span<const int32_t> positions;     // [tokens], consecutive within a sequence
   std::span<const int32_t> cu_seqlens;    // [seqs + 1], rows of sequence s are cu_seqlens[s] .. cu_seqlens[s + 1]
+  std::span<const int32_t> first_positions;  // [seqs], position of each sequence's first row
   std::span<const int32_t> context_lens;  // [seqs], tokens in the cache once this step's rows are written
   std::span<const int64_t> slot_mapping;  // [tokens], row of the paged cache that the token's latent goes to
   std::span<const int32_t> block_tables;  // [seqs, max_blocks], pages of the sequence in order
   int64_t max_blocks = 0;
-  std::span<const int32_t> state_slots;   // [seqs], recurrent-state slot; a sequence whose first position is 0 starts from zero
+  std::span<const int32_t> state_slots;   // [seqs], distinct recurrent-state slots; a sequence at position 0 starts from zero
   int64_t num_decode_seqs = 0;            // the first ones, in decode form
   std::span<const int32_t> logits_rows;   // [logit rows], rows whose logits are wanted
   std::span<const int32_t> tap_layers;    // ascending layers whose AttnRes mixture (that of the next layer's attention side;
