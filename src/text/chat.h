@@ -28,7 +28,8 @@ enum class ReplyChannel { kThink, kResponse };
 
 struct ChatPrompt {
   std::vector<Segment> segments;
-  std::vector<size_t> message_ends;  // index into segments after the last one of each message, ascending
+  // Index into segments after the last one of each rendered message (declarations and notes included), ascending.
+  std::vector<size_t> message_ends;
   ReplyChannel start = ReplyChannel::kThink;
 };
 

@@ -125,8 +125,7 @@ std::string_view SliceCutter::next() {
   bool run_is_space = false;
   while (at < rest_.size() && block_chars_ < kBlockChars) {
     const Char c = char_at(rest_, at);
-    // The reference asks Python's str.isspace, which takes the four separators U+001C to U+001F too.
-    const bool space = c.has(kWhiteSpace) || (c.code_point >= 0x1C && c.code_point <= 0x1F);
+    const bool space = is_python_space(c.code_point);
     run = run == 0 || space != run_is_space ? 1 : run + 1;
     run_is_space = space;
     if (run > kRunChars) break;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stop strings: the text of a reply ends before the first occurrence of any of them. StopMatcher works on a stream of text
-// and never lets a possible beginning of a stop string out; StopStringConstraint tells the engine to stop generating at the
-// token that completes one. Both use the same search, so both agree. One thread each.
+// Stop strings: the text of a reply ends before the stop string that is the first to be complete. StopMatcher works on a stream
+// of text and never lets a possible beginning of a stop string out; the constraints tell the engine to stop generating at the
+// token that completes one. Both use the same search, so both agree, however the stream is cut. One thread each.
 #pragma once
 
 #include <memory>
@@ -23,15 +23,23 @@ class StopMatcher {
   std::string push(std::string_view text);
   std::string flush();  // the rest, when the reply ended without a stop string
   bool matched() const { return matched_index_ >= 0; }
-  const std::string& matched_stop() const { return stops_[static_cast<size_t>(matched_index_)]; }
+  const std::string& matched_stop() const;  // only if matched()
 
  private:
-  std::vector<std::string> stops_;
+  // A stop string and, for each length of a matched beginning, the longest shorter one that may go on (Knuth-Morris-Pratt).
+  struct Pattern {
+    std::string text;
+    std::vector<size_t> fallback;
+  };
+
+  std::shared_ptr<const std::vector<Pattern>> patterns_;  // shared by copies
+  std::vector<size_t> progress_;                          // matched bytes of each pattern
   std::string held_;
   int matched_index_ = -1;
 };
 
-// For chat replies the content channel is searched (reasoning and tool calls are not); for plain completions all text.
+// For chat replies the content channel is searched (reasoning and tool calls are not); for plain completions the text of
+// all ordinary tokens.
 std::unique_ptr<Constraint> make_chat_stop_constraint(const Tokenizer& tokenizer, ReplyParser::Options options,
                                                       std::vector<std::string> stops);
 std::unique_ptr<Constraint> make_text_stop_constraint(const Tokenizer& tokenizer, std::vector<std::string> stops);

@@ -5,6 +5,8 @@
 #include <array>
 #include <iterator>
 
+#include "base/utf8.h"
+
 namespace moat {
 namespace {
 
@@ -42,6 +44,27 @@ uint16_t unicode_classes(char32_t code_point) {
   // The one range that holds most of the rest of the world's text.
   if (code_point >= 0x4E00 && code_point <= 0x9FFF) return kOtherLetter | kHan;
   return search(code_point);
+}
+
+bool is_python_space(char32_t code_point) {
+  return (unicode_classes(code_point) & kWhiteSpace) != 0 || (code_point >= 0x1C && code_point <= 0x1F);
+}
+
+std::string_view python_strip(std::string_view text) {
+  size_t begin = 0;
+  while (begin < text.size()) {
+    const Utf8Step step = utf8_step(text.substr(begin));
+    if (!is_python_space(step.code_point)) break;
+    begin += step.length;
+  }
+  text.remove_prefix(begin);
+  while (!text.empty()) {
+    size_t last = text.size() - 1;
+    while (last > 0 && (static_cast<unsigned char>(text[last]) & 0xC0) == 0x80) --last;
+    if (!is_python_space(utf8_step(text.substr(last)).code_point)) break;
+    text = text.substr(0, last);
+  }
+  return text;
 }
 
 }  // namespace moat

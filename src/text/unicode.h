@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 namespace moat {
 
@@ -23,5 +24,11 @@ inline constexpr uint16_t kLetter = kUppercase | kTitlecase | kModifierLetter | 
 
 // The classes of `code_point`; 0 for anything else, out of range included.
 uint16_t unicode_classes(char32_t code_point);
+
+// What Python's str.isspace and str.strip take, on which the reference relies in places: White_Space and U+001C to
+// U+001F.
+bool is_python_space(char32_t code_point);
+std::string_view python_strip(std::string_view text);  // of valid UTF-8
+inline bool is_blank(std::string_view text) { return python_strip(text).empty(); }
 
 }  // namespace moat
