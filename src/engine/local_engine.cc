@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/local_engine.h"
+
+#include <algorithm>
+
+#include "base/log.h"
+
+namespace moat {
+
+Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOptions& o, ThreadPool& pool) {
+  const ModelConfig& config = loaded.config;
+  EngineParts parts;
+  parts.model = std::make_unique<KimiModel>(config, loaded.weights);
+
+  const int64_t max_len = o.max_model_len > 0 ? o.max_model_len : config.max_position_embeddings;
+  if (max_len > config.max_position_embeddings) {
+    return invalid_argument("max_model_len {} exceeds the model's max_position_embeddings {}", max_len,
+                            config.max_position_embeddings);
+  }
+  RunnerOptions runner{.arch = host_arch(),
+                       .reference = o.reference,
+                       .max_batched_tokens = o.max_batched_tokens,
+                       .max_num_seqs = o.max_num_seqs,
+                       .max_model_len = max_len};
+  // The arena does not depend on the pools, so a first dry pass with the smallest pools gives its size.
+  const CacheSizes smallest{.block_size = o.block_size, .num_blocks = (max_len + o.block_size - 1) / o.block_size, .num_slots = 1};
+  MOAT_ASSIGN(DryRun dry, dry_run(*parts.model, runner, smallest, pool));
+  CapacityOptions capacity{.memory_bytes = o.memory_bytes > 0 ? o.memory_bytes : host_memory_bytes(),
+                           .memory_fraction = o.memory_fraction,
+                           .weight_bytes = static_cast<int64_t>(loaded.report.bytes_mapped + loaded.report.bytes_owned),
+                           .arena_bytes = dry.arena_bytes,
+                           .block_size = o.block_size,
+                           .max_model_len = max_len,
+                           .max_num_seqs = o.max_num_seqs};
+  MOAT_ASSIGN(parts.capacity, plan_capacity(config, capacity));
+  parts.scheduler_options = {.max_num_seqs = parts.capacity.max_num_seqs,
+                             .max_batched_tokens = o.max_batched_tokens,
+                             .max_model_len = max_len,
+                             .eos_token_id = config.eos_token_id};
+  parts.caches = std::make_unique<CacheMemory>(config, parts.capacity.cache);
+  parts.runner = std::make_unique<Runner>(*parts.model, *parts.caches, pool, runner, std::move(dry));
+  parts.info = {.vocab_size = static_cast<int32_t>(config.vocab_size),
+                .max_model_len = static_cast<int32_t>(max_len),
+                .max_num_seqs = static_cast<int32_t>(parts.capacity.max_num_seqs),
+                .max_queued = static_cast<int32_t>(o.max_queued),
+                .eos_token_id = config.eos_token_id,
+                .backend = o.reference ? "reference" : runner.arch.name};
+  return parts;
+}
+
+LocalEngine::LocalEngine(EngineParts parts, int64_t max_queued)
+    : parts_(std::move(parts)),
+      max_queued_(max_queued),
+      scheduler_(parts_.scheduler_options, parts_.capacity.cache) {
+  stats_.blocks_total = parts_.capacity.cache.num_blocks;
+  stats_.slots_total = parts_.capacity.cache.num_slots;
+  thread_ = std::thread([this] { loop(); });
+}
+
+LocalEngine::~LocalEngine() {
+  {
+    const std::lock_guard lock(mutex_);
+    draining_ = stopping_ = cancel_all_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+}
+
+EngineStats LocalEngine::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+// What can never run is refused here, with the arithmetic.
+Status LocalEngine::check_request(const Request& r) const {
+  const EngineInfo& info = parts_.info;
+  const auto prompt = static_cast<int64_t>(r.prompt_ids.size());
+  if (prompt == 0) return invalid_argument("the prompt is empty");
+  for (const int32_t id : r.prompt_ids) {
+    if (id < 0 || id >= info.vocab_size) {
+      return invalid_argument("prompt token {} is outside the vocabulary of {}", id, info.vocab_size);
+    }
+  }
+  if (r.sampling.max_tokens < 1) return invalid_argument("max_tokens is {}, expected at least 1", r.sampling.max_tokens);
+  if (prompt + r.sampling.max_tokens > info.max_model_len) {
+    return invalid_argument("{} prompt tokens + {} to generate = {}, but the context is {}", prompt,
+                            r.sampling.max_tokens, prompt + r.sampling.max_tokens, info.max_model_len);
+  }
+  if (!(r.sampling.temperature >= 0.0F) || !(r.sampling.top_p > 0.0F && r.sampling.top_p <= 1.0F) ||
+      !(r.sampling.min_p >= 0.0F && r.sampling.min_p <= 1.0F) || r.sampling.top_k < 0 ||
+      r.sampling.num_logprobs > SamplingParams::kMaxLogprobs) {
+    return invalid_argument("sampling parameters out of range: temperature {}, top_p {}, min_p {}, top_k {}, logprobs {}",
+                            r.sampling.temperature, r.sampling.top_p, r.sampling.min_p, r.sampling.top_k,
+                            r.sampling.num_logprobs);
+  }
+  const int64_t tokens = prompt + r.sampling.max_tokens - 1;
+  const CacheSizes& sizes = parts_.capacity.cache;
+  if (tokens > sizes.num_blocks * sizes.block_size) {
+    return invalid_argument("the request needs a cache of {} tokens, but the pool holds {} ({} blocks of {})", tokens,
+                            sizes.num_blocks * sizes.block_size, sizes.num_blocks, sizes.block_size);
+  }
+  return {};
+}
+
+Result<Engine::RequestHandle> LocalEngine::submit(Request request, EventSink sink) {
+  MOAT_RETURN_IF_ERROR(check_request(request));
+  Message message;
+  message.request = std::move(request);
+  message.live.sink = std::move(sink);
+  message.live.submitted = Clock::now();
+  {
+    const std::lock_guard lock(mutex_);
+    if (draining_) return unavailable("the server is shutting down");
+    if (num_unstarted_ >= max_queued_) {
+      return resource_exhausted("{} requests are waiting, the limit is {}", num_unstarted_, max_queued_);
+    }
+    message.id = next_id_++;
+    ++num_live_;
+    ++num_unstarted_;
+    ++stats_.num_waiting;
+    const SequenceId id = message.id;
+    inbox_.push_back(std::move(message));
+    wake_.notify_one();
+    return id;
+  }
+}
+
+void LocalEngine::cancel(RequestHandle handle) {
+  const std::lock_guard lock(mutex_);
+  Message message;
+  message.id = handle;
+  message.is_cancel = true;
+  inbox_.push_back(std::move(message));
+  wake_.notify_one();
+}
+
+void LocalEngine::drain(std::chrono::steady_clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  draining_ = true;
+  if (drained_.wait_until(lock, deadline, [&] { return num_live_ == 0; })) return;
+  cancel_all_ = true;
+  wake_.notify_one();
+  drained_.wait(lock, [&] { return num_live_ == 0; });
+}
+
+bool LocalEngine::take_inbox() {
+  std::vector<Message> messages;
+  bool cancel_all = false;
+  bool stop = false;
+  {
+    std::unique_lock lock(mutex_);
+    if (scheduler_.idle()) wake_.wait(lock, [&] { return !inbox_.empty() || stopping_ || cancel_all_; });
+    messages.swap(inbox_);
+    cancel_all = cancel_all_ && num_live_ > 0;
+    stop = stopping_ && num_live_ == 0;
+    if (cancel_all_ && !stopping_) cancel_all_ = num_live_ > 0;
+  }
+  for (Message& m : messages) {
+    if (m.is_cancel) {
+      scheduler_.cancel(m.id);
+    } else {
+      live_.emplace(m.id, std::move(m.live));
+      scheduler_.add(m.id, std::move(m.request));
+    }
+  }
+  if (cancel_all) {
+    for (const auto& [id, live] : live_) scheduler_.cancel(id);
+  }
+  return !stop;
+}
+
+void LocalEngine::loop() {
+  StepPlan plan;
+  std::vector<SequenceEvent> events;
+  while (take_inbox()) {
+    scheduler_.schedule(plan, events);
+    publish(events);
+    if (plan.empty()) continue;
+    note_started(plan);
+    const StepResult result = parts_.runner->run(plan, scheduler_);
+    scheduler_.advance(plan, result, events);
+    publish(events);
+#ifndef NDEBUG
+    scheduler_.check_invariants();
+#endif
+  }
+}
+
+void LocalEngine::note_started(const StepPlan& plan) {
+  int64_t started = 0;
+  for (const SequenceId id : plan.sequences) {
+    Live& live = live_.at(id);
+    if (live.has_started) continue;
+    live.has_started = true;
+    live.started = Clock::now();
+    ++started;
+  }
+  const std::lock_guard lock(mutex_);
+  num_unstarted_ -= started;
+  stats_.num_waiting = num_unstarted_;
+  stats_.num_running = scheduler_.num_running();
+  stats_.blocks_used = scheduler_.ledger().blocks_used();
+  stats_.slots_used = scheduler_.ledger().slots_used();
+  ++stats_.steps_total;
+}
+
+void LocalEngine::count(const TokenEvent& event) {
+  stats_.generated_tokens_total += static_cast<int64_t>(event.tokens.size());
+  if (event.finish == FinishReason::kNone) return;
+  stats_.prompt_tokens_total += event.num_prompt_tokens;
+  stats_.cached_tokens_total += event.num_cached_tokens;
+  switch (event.finish) {
+    case FinishReason::kStop: ++stats_.finished_stop_total; break;
+    case FinishReason::kLength: ++stats_.finished_length_total; break;
+    case FinishReason::kCancelled: ++stats_.cancelled_total; break;
+    case FinishReason::kRejected: ++stats_.rejected_total; break;
+    case FinishReason::kError: ++stats_.errors_total; break;
+    case FinishReason::kNone: break;
+  }
+}
+
+void LocalEngine::publish(std::vector<SequenceEvent>& events) {
+  const auto seconds = [](Clock::time_point from, Clock::time_point to) {
+    return std::chrono::duration<double>(to - from).count();
+  };
+  const Clock::time_point now = Clock::now();
+  for (SequenceEvent& e : events) {
+    const auto it = live_.find(e.sequence);
+    MOAT_CHECK(it != live_.end(), "an event for sequence {} that is not live", e.sequence);
+    Live& live = it->second;
+    if (!e.event.tokens.empty() && !live.has_token) {
+      live.has_token = true;
+      live.first_token = now;
+    }
+    RequestTimings& timings = e.event.timings;
+    timings.queue_seconds = seconds(live.submitted, live.has_started ? live.started : now);
+    if (live.has_started) timings.prefill_seconds = seconds(live.started, live.has_token ? live.first_token : now);
+    if (live.has_token) timings.decode_seconds = seconds(live.first_token, now);
+    const bool last = e.event.finish != FinishReason::kNone;
+    const bool unstarted = !live.has_started;
+    {
+      // Numbers are right before anybody hears that the request has ended.
+      const std::lock_guard lock(mutex_);
+      count(e.event);
+      if (last) {
+        if (unstarted) --num_unstarted_;
+        stats_.num_waiting = num_unstarted_;
+        stats_.num_running = scheduler_.num_running();
+        stats_.blocks_used = scheduler_.ledger().blocks_used();
+        stats_.slots_used = scheduler_.ledger().slots_used();
+      }
+    }
+    live.sink(std::move(e.event));
+    if (!last) continue;
+    live_.erase(it);
+    const std::lock_guard lock(mutex_);
+    if (--num_live_ == 0) drained_.notify_all();
+  }
+  events.clear();
+}
+
+}  // namespace moat

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// LocalEngine: the real engine on this machine. One thread runs the loop
+//     drain inbox -> Scheduler::schedule -> Runner::run -> Scheduler::advance -> publish events
+// and owns scheduler, runner and caches; submit() and cancel() only put messages into the inbox.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/thread_pool.h"
+#include "engine/engine.h"
+#include "engine/runner.h"
+#include "engine/scheduler.h"
+#include "model/kimi.h"
+#include "model/loader.h"
+#include "plan/capacity.h"
+
+namespace moat {
+
+struct EngineOptions {
+  int64_t max_model_len = 0;          // 0: the model's max_position_embeddings
+  int64_t max_num_seqs = 64;
+  int64_t max_batched_tokens = 2048;
+  int64_t max_queued = 256;           // requests that may wait
+  int64_t block_size = 16;
+  int64_t memory_bytes = 0;           // 0: what the machine or its cgroup has
+  double memory_fraction = 0.9;
+  bool reference = false;             // --backend reference
+};
+
+// Everything between a loaded model and running steps, also used by `moat bench engine` and tests without the loop.
+struct EngineParts {
+  std::unique_ptr<KimiModel> model;
+  SchedulerOptions scheduler_options;
+  Capacity capacity;
+  std::unique_ptr<CacheMemory> caches;
+  std::unique_ptr<Runner> runner;
+  EngineInfo info;
+};
+// `loaded` and `pool` must outlive the parts.
+Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOptions& options, ThreadPool& pool);
+
+class LocalEngine final : public Engine {
+ public:
+  // Takes over `parts`; starts the loop.
+  LocalEngine(EngineParts parts, int64_t max_queued);
+  ~LocalEngine() override;  // cancels what is live
+
+  const EngineInfo& info() const override { return parts_.info; }
+  EngineStats stats() const override;
+  Result<RequestHandle> submit(Request request, EventSink sink) override;
+  void cancel(RequestHandle handle) override;
+  void drain(std::chrono::steady_clock::time_point deadline) override;
+
+  const EngineParts& parts() const { return parts_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Live {
+    EventSink sink;
+    Clock::time_point submitted, started, first_token;
+    bool has_started = false, has_token = false;
+  };
+  struct Message {
+    SequenceId id = 0;
+    bool is_cancel = false;
+    Request request;
+    Live live;
+  };
+
+  void loop();
+  bool take_inbox();  // waits while idle; false: time to stop
+  void note_started(const StepPlan& plan);
+  void publish(std::vector<SequenceEvent>& events);
+  void count(const TokenEvent& event);
+  Status check_request(const Request& request) const;
+
+  EngineParts parts_;
+  const int64_t max_queued_;
+  Scheduler scheduler_;                          // engine thread
+  std::unordered_map<SequenceId, Live> live_;    // engine thread
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;     // inbox, stop
+  std::condition_variable drained_;  // num_live_ == 0
+  std::vector<Message> inbox_;
+  EngineStats stats_;
+  int64_t num_live_ = 0;             // submitted and not ended
+  int64_t num_unstarted_ = 0;        // of them, not yet scheduled
+  SequenceId next_id_ = 1;
+  bool draining_ = false;
+  bool stopping_ = false;
+  bool cancel_all_ = false;
+
+  std::thread thread_;
+};
+
+}  // namespace moat

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/sampler.h"
+
+#include <algorithm>
+
+#include "base/rng.h"
+#include "ops/edit.h"
+#include "ops/pointwise.h"
+#include "ops/sample.h"
+
+namespace moat {
+namespace {
+
+bool wants_mask(const SampleRow& row) {
+  return row.constraint != nullptr || row.num_generated < row.params->min_tokens;
+}
+
+}  // namespace
+
+// The listed rows of the logits as a tensor of their own. [list, vocab]
+Tensor Sampler::gather(Exec& exec, const Tensor& logits, const RowList& list) const {
+  const Tensor work = exec.arena().alloc(DType::kF32, {static_cast<int64_t>(list.size()), vocab_size_});
+  embed(exec, "sample.gather", {.out = work, .table = logits, .ids = list});
+  return work;
+}
+
+// Clears what constraints and min_tokens forbid.
+void Sampler::apply_masks(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const {
+  const int64_t words = (vocab_size_ + 31) / 32;
+  const Tensor allowed = exec.arena().alloc(DType::kI32, {static_cast<int64_t>(list.size()), words});
+  for (size_t i = 0; i < list.size() && !exec.dry(); ++i) {
+    const SampleRow& row = rows[static_cast<size_t>(list[i])];
+    uint32_t* bits = allowed.ptr<uint32_t>() + static_cast<int64_t>(i) * words;
+    std::fill(bits, bits + words, ~0U);
+    if (row.constraint != nullptr) row.constraint->mask({bits, static_cast<size_t>(words)});
+    if (row.num_generated >= row.params->min_tokens) continue;
+    const auto forbid = [&](int32_t id) {
+      if (id >= 0 && id < vocab_size_) bits[id / 32] &= ~(1U << (id % 32));
+    };
+    if (!row.params->ignore_eos) forbid(eos_token_id_);
+    for (const int32_t id : row.params->stop_token_ids) forbid(id);
+  }
+  mask_logits(exec, "sample.mask", {.logits = work, .allowed = allowed});
+}
+
+Tensor Sampler::choose_greedy(Exec& exec, const Tensor& work) const {
+  const Tensor ids = exec.arena().alloc(DType::kI32, {work.dim(0)});
+  argmax(exec, "sample.argmax", {.ids = ids, .logits = work});
+  return ids;
+}
+
+// Temperature, top-k, top-p, min-p, then one draw a row. `work` becomes the distribution drawn from.
+Tensor Sampler::choose_sampled(Exec& exec, const Tensor& work, const RowList& list,
+                               std::span<const SampleRow> rows) const {
+  std::vector<float> temperature, top_p, min_p;
+  std::vector<int32_t> top_k;
+  std::vector<double> uniform;
+  for (const int32_t index : list) {
+    const SampleRow& row = rows[static_cast<size_t>(index)];
+    temperature.push_back(row.params->temperature);
+    top_k.push_back(row.params->top_k > 0 ? row.params->top_k : static_cast<int32_t>(vocab_size_));
+    top_p.push_back(row.params->top_p);
+    min_p.push_back(row.params->min_p);
+    uniform.push_back(random_uniform(row.params->seed, static_cast<uint64_t>(row.position), RandomPurpose::kSample));
+  }
+  const auto any = [&](const auto& values, auto off) {
+    return exec.dry() || std::any_of(values.begin(), values.end(), off);
+  };
+  softmax(exec, "sample.softmax", {.probs = work, .logits = work, .temperature = temperature});
+  if (any(top_k, [&](int32_t k) { return k < vocab_size_; })) {
+    top_k_renorm(exec, "sample.top_k", {.probs = work, .k = top_k});
+  }
+  if (any(top_p, [](float p) { return p < 1.0F; })) top_p_renorm(exec, "sample.top_p", {.probs = work, .p = top_p});
+  if (any(min_p, [](float p) { return p > 0.0F; })) {
+    min_p_renorm(exec, "sample.min_p", {.probs = work, .min_p = min_p});
+  }
+  const Tensor ids = exec.arena().alloc(DType::kI32, {work.dim(0)});
+  draw(exec, "sample.draw", {.ids = ids, .probs = work, .uniform = uniform});
+  return ids;
+}
+
+void Sampler::add_logprobs(Exec& exec, const Tensor& logits, std::span<const SampleRow> rows,
+                           std::vector<SampledRow>& results) const {
+  RowList list;
+  int64_t num_top = 0;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].params->num_logprobs < 0 || results[i].token.token_id < 0) continue;
+    list.push_back(static_cast<int32_t>(i));
+    num_top = std::max<int64_t>(num_top, rows[i].params->num_logprobs);
+  }
+  if (list.empty()) return;
+  const int64_t count = static_cast<int64_t>(list.size());
+  num_top = std::min(num_top, vocab_size_);
+  const Tensor work = gather(exec, logits, list);
+  const Tensor ids = exec.arena().alloc(DType::kI32, {count});
+  const Tensor chosen = exec.arena().alloc(DType::kF32, {count});
+  Tensor top_ids;
+  Tensor top_logprobs;
+  if (num_top > 0) {
+    top_ids = exec.arena().alloc(DType::kI32, {count, num_top});
+    top_logprobs = exec.arena().alloc(DType::kF32, {count, num_top});
+  }
+  for (int64_t i = 0; i < count && !exec.dry(); ++i) {
+    ids.i32()[i] = results[static_cast<size_t>(list[static_cast<size_t>(i)])].token.token_id;
+  }
+  logprobs(exec, "sample.logprobs",
+           {.chosen = chosen, .top_ids = top_ids, .top_logprobs = top_logprobs, .logits = work, .ids = ids});
+  if (exec.dry()) return;
+  for (int64_t i = 0; i < count; ++i) {
+    const size_t row = static_cast<size_t>(list[static_cast<size_t>(i)]);
+    SampledToken& token = results[row].token;
+    token.logprob = chosen.f32()[i];
+    for (int64_t j = 0; j < std::min<int64_t>(rows[row].params->num_logprobs, num_top); ++j) {
+      token.top.push_back({top_ids.i32()[i * num_top + j], top_logprobs.f32()[i * num_top + j]});
+    }
+  }
+}
+
+std::vector<SampledRow> Sampler::sample(Exec& exec, const Tensor& logits, std::span<const SampleRow> rows) const {
+  RowList groups[2][2];  // [sampled][masked]
+  for (size_t i = 0; i < rows.size(); ++i) {
+    groups[rows[i].params->temperature > 0.0F][wants_mask(rows[i])].push_back(static_cast<int32_t>(i));
+  }
+  std::vector<SampledRow> results(rows.size());
+  for (const bool sampled : {false, true}) {
+    for (const bool masked : {false, true}) {
+      const RowList& list = groups[sampled][masked];
+      if (list.empty()) continue;
+      const ArenaScope scope(exec.arena());
+      const Tensor work = gather(exec, logits, list);
+      if (masked) apply_masks(exec, work, list, rows);
+      const Tensor ids = sampled ? choose_sampled(exec, work, list, rows) : choose_greedy(exec, work);
+      for (size_t i = 0; i < list.size() && !exec.dry(); ++i) {
+        SampledRow& result = results[static_cast<size_t>(list[i])];
+        result.token.token_id = ids.i32()[i];
+        if (result.token.token_id < 0) result.error = "the model's output is not finite, or nothing may come next";
+      }
+    }
+  }
+  const ArenaScope scope(exec.arena());
+  add_logprobs(exec, logits, rows, results);
+  return results;
+}
+
+void Sampler::dry(Exec& exec, const Tensor& logits) const {
+  const auto rows = static_cast<size_t>(logits.dim(0));
+  // Rows that take every path: greedy and sampled, with min_tokens masks and all filters on.
+  for (const float temperature : {0.0F, 1.0F}) {
+    SamplingParams params;
+    params.temperature = temperature;
+    params.min_tokens = 1;
+    params.num_logprobs = SamplingParams::kMaxLogprobs;
+    const std::vector<SampleRow> all(rows, SampleRow{.params = &params});
+    sample(exec, logits, all);
+  }
+}
+
+}  // namespace moat
