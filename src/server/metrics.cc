@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/metrics.h"
+
+#include <prometheus/counter.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/registry.h>
+#include <prometheus/text_serializer.h>
+
+#include <array>
+#include <mutex>
+#include <vector>
+
+namespace moat {
+namespace {
+
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Gauge;
+using prometheus::Histogram;
+using prometheus::Registry;
+
+const Histogram::BucketBoundaries& slow_buckets() {
+  static const Histogram::BucketBoundaries buckets = {0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,   2.5,
+                                                      5,     10,    20,   40,    80,   160, 320,  640, 1280};
+  return buckets;
+}
+const Histogram::BucketBoundaries& token_buckets() {
+  static const Histogram::BucketBoundaries buckets = {0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03,
+                                                      0.04,   0.05,  0.075,  0.1,   0.15, 0.2,   0.5,  1};
+  return buckets;
+}
+
+Counter& counter(Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry).Add({});
+}
+Gauge& gauge(Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add({});
+}
+Histogram& histogram(Registry& registry, const char* name, const char* help,
+                     const Histogram::BucketBoundaries& buckets) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add({}, buckets);
+}
+
+struct EngineCounter {
+  const char* name;
+  const char* help;
+  int64_t EngineStats::*value;
+};
+constexpr std::array kEngineCounters = {
+    EngineCounter{"moat_prompt_tokens_total", "Prompt tokens of scheduled requests", &EngineStats::prompt_tokens_total},
+    EngineCounter{"moat_cached_tokens_total", "Prompt tokens restored instead of computed",
+                  &EngineStats::cached_tokens_total},
+    EngineCounter{"moat_generated_tokens_total", "Generated tokens", &EngineStats::generated_tokens_total},
+    EngineCounter{"moat_engine_steps_total", "Steps of the engine", &EngineStats::steps_total},
+    EngineCounter{"moat_preemptions_total", "Requests put back to make room", &EngineStats::preemptions_total},
+};
+constexpr std::array kEngineGauges = {
+    EngineCounter{"moat_requests_running", "Requests that are computed", &EngineStats::num_running},
+    EngineCounter{"moat_requests_waiting", "Requests that wait for their turn", &EngineStats::num_waiting},
+    EngineCounter{"moat_cache_blocks_total", "Blocks of the attention cache", &EngineStats::blocks_total},
+    EngineCounter{"moat_cache_blocks_used", "Blocks of the attention cache in use", &EngineStats::blocks_used},
+    EngineCounter{"moat_state_slots_total", "Slots for recurrent states", &EngineStats::slots_total},
+    EngineCounter{"moat_state_slots_used", "Slots for recurrent states in use", &EngineStats::slots_used},
+};
+
+}  // namespace
+
+struct Metrics::Impl {
+  Registry registry;
+  Family<Counter>& responses =
+      prometheus::BuildCounter().Name("moat_http_responses_total").Help("Answers by HTTP status").Register(registry);
+  Family<Counter>& finished = prometheus::BuildCounter()
+                                  .Name("moat_requests_finished_total")
+                                  .Help("Choices by how they ended")
+                                  .Register(registry);
+  Histogram& queue = histogram(registry, "moat_queue_seconds", "From submission to the first step", slow_buckets());
+  Histogram& first_token =
+      histogram(registry, "moat_time_to_first_token_seconds", "From the request to its first token", slow_buckets());
+  Histogram& inter_token =
+      histogram(registry, "moat_inter_token_seconds", "Between tokens of one choice", token_buckets());
+  Histogram& request =
+      histogram(registry, "moat_request_seconds", "From the request to its last token", slow_buckets());
+  std::mutex mutex;  // of render(): counters are brought up to the engine's totals
+  std::vector<Counter*> engine_counters;
+  std::vector<Gauge*> engine_gauges;
+};
+
+Metrics::Metrics() : impl_(std::make_unique<Impl>()) {
+  for (const EngineCounter& entry : kEngineCounters) {
+    impl_->engine_counters.push_back(&counter(impl_->registry, entry.name, entry.help));
+  }
+  for (const EngineCounter& entry : kEngineGauges) {
+    impl_->engine_gauges.push_back(&gauge(impl_->registry, entry.name, entry.help));
+  }
+}
+
+Metrics::~Metrics() = default;
+
+void Metrics::count_response(int status) { impl_->responses.Add({{"code", std::to_string(status)}}).Increment(); }
+
+void Metrics::count_finished(std::string_view reason) {
+  impl_->finished.Add({{"reason", std::string(reason)}}).Increment();
+}
+
+void Metrics::observe_queue(double seconds) { impl_->queue.Observe(seconds); }
+void Metrics::observe_first_token(double seconds) { impl_->first_token.Observe(seconds); }
+void Metrics::observe_inter_token(double seconds, size_t count) {
+  for (size_t i = 0; i < count; ++i) impl_->inter_token.Observe(seconds);
+}
+void Metrics::observe_request(double seconds) { impl_->request.Observe(seconds); }
+
+std::string Metrics::render(const EngineStats* stats) {
+  const std::lock_guard lock(impl_->mutex);
+  if (stats != nullptr) {
+    for (size_t i = 0; i < kEngineCounters.size(); ++i) {
+      Counter& target = *impl_->engine_counters[i];
+      const auto total = static_cast<double>(stats->*kEngineCounters[i].value);
+      if (total > target.Value()) target.Increment(total - target.Value());
+    }
+    for (size_t i = 0; i < kEngineGauges.size(); ++i) {
+      impl_->engine_gauges[i]->Set(static_cast<double>(stats->*kEngineGauges[i].value));
+    }
+  }
+  return prometheus::TextSerializer().Serialize(impl_->registry.Collect());
+}
+
+}  // namespace moat

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/openai_fields.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "base/log.h"
+#include "server/random_id.h"
+
+namespace moat {
+namespace {
+
+enum class Neutral { kNull, kZero, kOne, kFalse, kTrue, kEmpty, kAsN };
+
+struct RefusedField {
+  std::string_view name;
+  Neutral neutral;  // the value, besides null, that asks for nothing
+};
+
+// Fields that would change the result and that moat does not do yet: refused rather than ignored.
+constexpr std::array kRefused = {
+    RefusedField{"presence_penalty", Neutral::kZero},
+    RefusedField{"frequency_penalty", Neutral::kZero},
+    RefusedField{"repetition_penalty", Neutral::kOne},
+    RefusedField{"logit_bias", Neutral::kEmpty},
+    RefusedField{"best_of", Neutral::kAsN},
+    RefusedField{"prompt_logprobs", Neutral::kNull},
+    RefusedField{"thinking_token_budget", Neutral::kNull},
+    RefusedField{"truncate_prompt_tokens", Neutral::kNull},
+    RefusedField{"continue_final_message", Neutral::kFalse},
+    RefusedField{"add_generation_prompt", Neutral::kTrue},
+    RefusedField{"functions", Neutral::kEmpty},
+    RefusedField{"function_call", Neutral::kNull},
+    RefusedField{"grammar", Neutral::kEmpty},
+    RefusedField{"regex", Neutral::kEmpty},
+    RefusedField{"ebnf", Neutral::kEmpty},
+    RefusedField{"structural_tag", Neutral::kEmpty},
+    RefusedField{"structured_outputs", Neutral::kEmpty},
+    RefusedField{"guided_json", Neutral::kEmpty},
+    RefusedField{"guided_regex", Neutral::kEmpty},
+    RefusedField{"guided_choice", Neutral::kEmpty},
+    RefusedField{"guided_grammar", Neutral::kEmpty},
+    RefusedField{"audio", Neutral::kNull},
+    RefusedField{"web_search_options", Neutral::kNull},
+};
+
+constexpr std::array<std::string_view, 52> kKnown = {
+    "model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens",
+    "stop", "stop_token_ids", "include_stop_str_in_output", "seed", "ignore_eos", "min_tokens", "logprobs",
+    "top_logprobs", "stream", "stream_options", "reasoning_effort", "reasoning", "thinking", "chat_template_kwargs",
+    "include_reasoning", "tools", "tool_choice", "parallel_tool_calls", "response_format", "return_token_ids",
+    "timings", "cache_salt", "priority", "n", "echo", "suffix", "modalities",
+    // Without effect on the result.
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prediction", "verbosity",
+    "skip_special_tokens", "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning", "request_id",
+    "rid", "return_tokens_as_token_ids", "prompt_cache_retention"};
+
+bool is_number(const Json& value, double number) { return value.is_number() && value.as_double() == number; }
+
+bool asks_for_nothing(const Json& value, Neutral neutral, const Json* n) {
+  switch (neutral) {
+    case Neutral::kNull: return false;
+    case Neutral::kZero: return is_number(value, 0);
+    case Neutral::kOne: return is_number(value, 1);
+    case Neutral::kFalse: return value.is_bool() && !value.as_bool();
+    case Neutral::kTrue: return value.is_bool() && value.as_bool();
+    case Neutral::kAsN: return is_number(value, n != nullptr && n->is_number() ? n->as_double() : 1);
+    case Neutral::kEmpty:
+      return (value.is_object() && value.as_object().empty()) || (value.is_array() && value.as_array().empty()) ||
+             (value.is_string() && value.as_string().empty());
+  }
+  return false;
+}
+
+void read_max_tokens(FieldReader& fields, SamplingParams& sampling) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  const auto old_name = fields.clamped_integer("max_tokens", 1, kMax);
+  const auto new_name = fields.clamped_integer("max_completion_tokens", 1, kMax);
+  sampling.max_tokens = static_cast<int32_t>(new_name.value_or(old_name.value_or(kMax)));
+  sampling.min_tokens = static_cast<int32_t>(fields.clamped_integer("min_tokens", 0, kMax).value_or(0));
+  if ((new_name || old_name) && sampling.min_tokens > sampling.max_tokens) {
+    fields.fail("min_tokens", fmt::format("min_tokens is {}, expected at most max_tokens = {}", sampling.min_tokens,
+                                          sampling.max_tokens));
+  }
+}
+
+}  // namespace
+
+void read_model(FieldReader& fields, const ServedModel& model, ApiCall& call) {
+  const std::string* asked = fields.string("model");
+  call.model = asked == nullptr ? model.name : *asked;
+  if (asked == nullptr || model.is(*asked)) return;
+  fields.fail(
+      ApiError{.status = 404,
+               .message = fmt::format("the model \"{}\" does not exist here; served is \"{}\"", *asked, model.name),
+               .param = "model",
+               .code = "model_not_found"});
+}
+
+void read_sampling(FieldReader& fields, const ServingDefaults& defaults, const EngineInfo& info, ApiCall& call) {
+  SamplingParams& sampling = call.sampling;
+  sampling.temperature = static_cast<float>(fields.number("temperature", 0, 2).value_or(defaults.temperature));
+  const double top_p = fields.number("top_p", 0, 1).value_or(defaults.top_p);
+  // A positive value so small that it rounds to zero still means: the most likely token.
+  sampling.top_p = std::max(static_cast<float>(top_p), std::numeric_limits<float>::min());
+  if (fields.ok() && top_p == 0) fields.fail("top_p", "top_p is 0, expected a number above 0, at most 1");
+  const int64_t top_k = fields.clamped_integer("top_k", -1, info.vocab_size).value_or(defaults.top_k);
+  sampling.top_k = static_cast<int32_t>(std::max<int64_t>(0, top_k));  // -1 is how several clients say "off"
+  sampling.min_p = static_cast<float>(fields.number("min_p", 0, 1).value_or(defaults.min_p));
+  const std::optional<uint64_t> seed = fields.seed("seed");
+  sampling.seed = seed ? *seed : random_u64();
+  sampling.ignore_eos = fields.boolean("ignore_eos").value_or(false);
+  read_max_tokens(fields, sampling);
+  call.num_choices = static_cast<int32_t>(fields.integer("n", 1, kMaxChoices).value_or(1));
+  constexpr int64_t kAnyPriority = std::numeric_limits<int32_t>::max();
+  call.priority = static_cast<int32_t>(fields.integer("priority", -kAnyPriority, kAnyPriority).value_or(0));
+  if (const std::string* salt = fields.string("cache_salt")) call.cache_salt = *salt;
+}
+
+void read_stops(FieldReader& fields, const EngineInfo& info, ApiCall& call) {
+  if (const Json* stop = fields.any("stop")) {
+    const Json::Array one = stop->is_string() ? Json::Array{*stop} : Json::Array{};
+    if (!stop->is_string() && !stop->is_array()) {
+      return fields.fail("stop", fmt::format("stop is {}, expected a string or an array of strings", shown(*stop)));
+    }
+    const Json::Array& stops = stop->is_array() ? stop->as_array() : one;
+    if (stops.size() > kMaxStops) {
+      return fields.fail("stop", fmt::format("stop has {} strings, expected at most {}", stops.size(), kMaxStops));
+    }
+    for (const Json& text : stops) {
+      if (!text.is_string()) {
+        return fields.fail("stop", fmt::format("stop contains {}, expected only strings", shown(text)));
+      }
+      if (!text.as_string().empty()) call.stops.push_back(text.as_string());
+    }
+  }
+  call.include_stop = fields.boolean("include_stop_str_in_output").value_or(false);
+  const Json* ids = fields.array("stop_token_ids");
+  if (ids == nullptr) return;
+  for (const Json& id : ids->as_array()) {
+    const auto number = id.is_number() ? id.as_int64() : std::nullopt;
+    if (!number || *number < 0 || *number >= info.vocab_size) {
+      return fields.fail("stop_token_ids", fmt::format("stop_token_ids contains {}, expected token ids from 0 to {}",
+                                                       shown(id), info.vocab_size - 1));
+    }
+    call.sampling.stop_token_ids.push_back(static_cast<int32_t>(*number));
+  }
+}
+
+void read_delivery(FieldReader& fields, ApiCall& call) {
+  call.stream = fields.boolean("stream").value_or(false);
+  if (const Json* options = fields.object("stream_options")) {
+    FieldReader inner(*options, "stream_options.");
+    call.include_usage = inner.boolean("include_usage").value_or(false);
+    call.continuous_usage = inner.boolean("continuous_usage_stats").value_or(false);
+    if (!inner.ok()) fields.fail(*inner.error());
+  }
+  call.return_token_ids = fields.boolean("return_token_ids").value_or(false);
+  call.timings = fields.boolean("timings").value_or(false);
+}
+
+void refuse_unsupported(FieldReader& fields) {
+  for (const RefusedField& refused : kRefused) {
+    const Json* value = fields.any(refused.name);
+    if (value == nullptr || asks_for_nothing(*value, refused.neutral, fields.any("n"))) continue;
+    return fields.fail(not_supported(std::string(refused.name), fmt::format("{} is not supported yet", refused.name)));
+  }
+}
+
+void log_unknown(const Json& body) {
+  if (!log_enabled(LogLevel::kDebug)) return;
+  for (const auto& [name, value] : body.as_object()) {
+    const auto same = [&name = name](const RefusedField& field) { return field.name == name; };
+    if (std::find(kKnown.begin(), kKnown.end(), name) != kKnown.end()) continue;
+    if (std::find_if(kRefused.begin(), kRefused.end(), same) != kRefused.end()) continue;
+    log_debug("unknown request field ignored name=\"{}\"", name);
+  }
+}
+
+}  // namespace moat
