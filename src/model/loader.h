@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoint directory -> weights in memory. Files are mapped; tensors are used in place where the table says adopt and the
-// rank holds them whole, else sliced and transformed into owned memory. Fails without side effects; errors name the file and
-// the tensor, got and expected.
+// Checkpoint directory -> weights in memory. Files are mapped; what a rank needs is used in place where its bytes are
+// consecutive in the file, aligned and of the right dtype (whole tensors, ranges of rows), else copied or converted into
+// owned memory. Fails without side effects; errors name the file and the tensor, got and expected.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct LoadProgress {
 };
 
 struct LoadOptions {
-  Parallel parallel;
+  Parallel parallel;  // under expert parallelism the experts of other ranks stay unset; pipeline stages are refused
   // Touch every page now, so that the first requests do not wait for the disk and progress is real.
   bool prefault = true;
   std::function<void(const LoadProgress&)> progress;  // called a few times a second, on the loading thread; may be empty

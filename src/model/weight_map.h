@@ -90,14 +90,28 @@ enum class Transform : uint8_t {
 // What a checkpoint tensor contributes to its destination.
 enum class WeightPart : uint8_t { kWhole, kCodes, kScales };  // codes and scales together make one MXFP4 tensor
 
-enum class Component : uint8_t { kKda, kMla, kNorms, kDenseMlp, kRouter, kLatent, kShared, kRouted, kEmbed, kHead, kFinal, kVision };
+enum class Component : uint8_t {
+  kKda,
+  kMla,
+  kNorms,
+  kDenseMlp,
+  kRouter,
+  kLatent,
+  kShared,
+  kRouted,
+  kEmbed,
+  kHead,
+  kFinal,
+  kVision,
+};
+constexpr size_t kNumComponents = 12;
 std::string_view component_name(Component component);
 
 struct WeightSpec {
   std::string name;             // in the checkpoint
   Dims shape;                   // as stored, before sharding (kCodes: bytes)
   std::vector<DType> dtypes;    // accepted; the first is what the release uses
-  ShardRule shard = ShardRule::kReplicate;
+  ShardRule shard = ShardRule::kReplicate;  // of an expert: within its expert-parallel group
   Transform transform = Transform::kAdopt;
   WeightPart part = WeightPart::kWhole;
   Component component = Component::kNorms;
@@ -116,6 +130,14 @@ struct CheckpointLayout {
 
 // Reads the layout off the names of a checkpoint.
 CheckpointLayout detect_layout(const ModelConfig& config, const std::function<bool(const std::string&)>& has_tensor);
+
+// What `layout` asks of `config`: MXFP4 groups must fit the rows of every expert matrix.
+Status check_layout(const ModelConfig& config, const CheckpointLayout& layout);
+
+// Bytes of one tensor as the release stores it: the first accepted dtype, the whole shape.
+int64_t spec_bytes(const WeightSpec& spec);
+// Parameters in it: scales are none, codes are two a byte, padding does not count.
+int64_t spec_parameters(const WeightSpec& spec);
 
 // Sizes `weights` for `config` and returns one spec a tensor, in forward order. `weights` must outlive the table.
 std::vector<WeightSpec> weight_table(const ModelConfig& config, const CheckpointLayout& layout, KimiWeights& weights);
