@@ -3,117 +3,22 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <string_view>
 
 #include "base/file.h"
 #include "core/tensor.h"
+#include "model/config_fields.h"
 
 namespace moat {
 namespace {
 
-constexpr int64_t kMaxDim = int64_t{1} << 24;      // of any one dimension
 constexpr int64_t kMaxProduct = int64_t{1} << 40;  // elements of any one tensor
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxExpertsInAll = int64_t{1} << 20;  // layers x experts: bounds the weight table
 
-struct Range {
-  int64_t min = 1, max = kMaxDim;
-};
-
-std::string shown(const Json& value) {
-  constexpr size_t kMaxShown = 80;
-  std::string text = value.dump();
-  if (text.size() > kMaxShown) text = utf8_sanitize(text.substr(0, kMaxShown)) + "...";
-  return text;
-}
-
-// Reads the members of one object. The first failure stays in the status that all readers of a config share; after it,
-// values are defaults. null counts as absent, as in the release's own config class.
-class Fields {
- public:
-  Fields(const Json& object, std::string path, Status& status)
-      : object_(object), path_(std::move(path)), status_(status) {}
-
-  bool has(std::string_view key) const { return object_.find_set(key) != nullptr; }
-  const Json* find(std::string_view key) const { return object_.find_set(key); }
-  std::string name(std::string_view key) const { return path_ + std::string(key); }
-
-  std::optional<int64_t> optional_integer(std::string_view key, Range range = {}) {
-    const Json* value = find(key);
-    if (value == nullptr) return std::nullopt;
-    const std::optional<int64_t> number = value->is_number() ? value->as_int64() : std::nullopt;
-    if (number && *number >= range.min && *number <= range.max) return number;
-    refuse(key, *value, fmt::format("an integer from {} to {}", range.min, range.max));
-    return range.min;
-  }
-  int64_t integer_or(std::string_view key, int64_t absent, Range range = {}) {
-    return optional_integer(key, range).value_or(absent);
-  }
-  int64_t integer(std::string_view key, Range range = {}) {
-    const auto value = optional_integer(key, range);
-    if (!value) fail("{}: missing, expected an integer from {} to {}", name(key), range.min, range.max);
-    return value.value_or(range.min);
-  }
-
-  // A finite number in [low, high].
-  std::optional<float> optional_number(std::string_view key, double low, double high) {
-    const Json* value = find(key);
-    if (value == nullptr) return std::nullopt;
-    const double number = value->is_number() ? value->as_double() : std::nan("");
-    if (number >= low && number <= high) return static_cast<float>(number);
-    refuse(key, *value, fmt::format("a number from {} to {}", low, high));
-    return static_cast<float>(low);
-  }
-
-  bool boolean_or(std::string_view key, bool absent) {
-    const Json* value = find(key);
-    if (value == nullptr) return absent;
-    if (value->is_bool()) return value->as_bool();
-    refuse(key, *value, "true or false");
-    return absent;
-  }
-
-  // `key` must be absent or equal to `expected`.
-  void expect(std::string_view key, const Json& expected, std::string_view reason) {
-    const Json* value = find(key);
-    if (value == nullptr || *value == expected) return;
-    if (value->is_number() && expected.is_number() && value->as_double() == expected.as_double()) return;
-    fail_unsupported("{}: got {}, expected {}{}{}", name(key), shown(*value), expected.dump(),
-                     reason.empty() ? "" : ": ", reason);
-  }
-  // As expect, but the key must be there.
-  void require(std::string_view key, const Json& expected) {
-    if (!has(key)) fail("{}: missing, expected {}", name(key), expected.dump());
-    expect(key, expected, "");
-  }
-  void expect_absent(std::string_view key, std::string_view reason) {
-    if (const Json* value = find(key)) {
-      fail_unsupported("{}: got {}, expected null: {}", name(key), shown(*value), reason);
-    }
-  }
-
-  template <class... A>
-  void fail(fmt::format_string<A...> format, A&&... args) {
-    if (status_.ok()) status_ = invalid_argument(format, std::forward<A>(args)...);
-  }
-  template <class... A>
-  void fail_unsupported(fmt::format_string<A...> format, A&&... args) {
-    if (status_.ok()) status_ = unsupported(format, std::forward<A>(args)...);
-  }
-  void refuse(std::string_view key, const Json& got, std::string_view expected) {
-    fail("{}: got {}, expected {}", name(key), shown(got), expected);
-  }
-
- private:
-  const Json& object_;
-  std::string path_;
-  Status& status_;
-};
-
 // --- the parts of a config ---
 
-void read_layer_list(Fields& fields, std::string_view key, LayerKind kind, int64_t num_layers,
+void read_layer_list(ConfigFields& fields, std::string_view key, LayerKind kind, int64_t num_layers,
                      std::vector<std::optional<LayerKind>>& kinds) {
   const Json* list = fields.find(key);
   if (list == nullptr) return fields.fail("{}: missing, expected a list of layer numbers", fields.name(key));
@@ -137,11 +42,11 @@ void read_kda(const Json& text, const std::string& path, Status& status, ModelCo
   if (json == nullptr || !json->is_object()) {
     if (status.ok()) {
       status = invalid_argument("{}linear_attn_config: {}, expected an object", path,
-                                json == nullptr ? "missing" : "got " + shown(*json));
+                                json == nullptr ? "missing" : "got " + ConfigFields::shown(*json));
     }
     return;
   }
-  Fields fields(*json, path + "linear_attn_config.", status);
+  ConfigFields fields(*json, path + "linear_attn_config.", status);
   config.kda_num_heads = fields.integer("num_heads");
   config.kda_head_dim = fields.integer("head_dim");
   config.conv_kernel = fields.integer("short_conv_kernel_size", {2, 64});
@@ -162,7 +67,7 @@ void read_kda(const Json& text, const std::string& path, Status& status, ModelCo
   }
 }
 
-void read_mla(Fields& fields, ModelConfig& config) {
+void read_mla(ConfigFields& fields, ModelConfig& config) {
   config.num_heads = fields.integer("num_attention_heads");
   const int64_t num_kv_heads = fields.integer_or("num_key_value_heads", config.num_heads);
   if (num_kv_heads != config.num_heads) {
@@ -178,7 +83,7 @@ void read_mla(Fields& fields, ModelConfig& config) {
   fields.expect("mla_use_nope", true, "rotary positions are not implemented");
 }
 
-void read_activation(Fields& fields, ModelConfig& config) {
+void read_activation(ConfigFields& fields, ModelConfig& config) {
   const Json* act = fields.find("hidden_act");
   const Json silu("silu"), situ("situ");
   if (act != nullptr && *act == situ) {
@@ -188,11 +93,12 @@ void read_activation(Fields& fields, ModelConfig& config) {
     config.situ_beta = beta.value_or(1.0F);
     config.situ_linear_beta = fields.optional_number("activation_situ_linear_beta", 1e-3, 1e6);
   } else if (act != nullptr && *act != silu) {
-    fields.fail_unsupported("{}: got {}, expected \"silu\" or \"situ\"", fields.name("hidden_act"), shown(*act));
+    fields.fail_unsupported("{}: got {}, expected \"silu\" or \"situ\"", fields.name("hidden_act"),
+                            ConfigFields::shown(*act));
   }
 }
 
-void read_feed_forward(Fields& fields, ModelConfig& config) {
+void read_feed_forward(ConfigFields& fields, ModelConfig& config) {
   read_activation(fields, config);
   config.intermediate_size = fields.integer("intermediate_size");
   config.num_experts = fields.integer_or("num_experts", 0, {0, int64_t{1} << 20});
@@ -226,7 +132,7 @@ void read_feed_forward(Fields& fields, ModelConfig& config) {
 // The only scheme that the expert kernels know: 4-bit floats in groups of 32 with a power-of-two scale, activations
 // plain.
 void read_quantization_group(const Json& json, const std::string& path, Status& status) {
-  Fields group(json, path, status);
+  ConfigFields group(json, path, status);
   group.expect("format", "mxfp4-pack-quantized", "");
   group.expect_absent("input_activations", "quantized activations are not implemented");
   group.expect_absent("output_activations", "quantized activations are not implemented");
@@ -234,7 +140,7 @@ void read_quantization_group(const Json& json, const std::string& path, Status& 
   if (weights_json == nullptr || !weights_json->is_object()) {
     return group.fail("{}: missing, expected an object", group.name("weights"));
   }
-  Fields weights(*weights_json, path + "weights.", status);
+  ConfigFields weights(*weights_json, path + "weights.", status);
   weights.require("num_bits", 4);
   weights.require("type", "float");
   weights.require("group_size", kMxfp4Group);
@@ -250,9 +156,9 @@ void read_quantization_group(const Json& json, const std::string& path, Status& 
 void read_quantization(const Json& owner, const std::string& path, Status& status, ModelConfig& config) {
   const Json* json = owner.find_set("quantization_config");
   if (json == nullptr) return;
-  Fields fields(*json, path + "quantization_config.", status);
+  ConfigFields fields(*json, path + "quantization_config.", status);
   if (!json->is_object()) {
-    return fields.fail("{}quantization_config: got {}, expected an object", path, shown(*json));
+    return fields.fail("{}quantization_config: got {}, expected an object", path, ConfigFields::shown(*json));
   }
   fields.require("quant_method", "compressed-tensors");
   fields.require("format", "mxfp4-pack-quantized");
@@ -261,7 +167,7 @@ void read_quantization(const Json& owner, const std::string& path, Status& statu
   const Json* groups = fields.find("config_groups");
   if (groups == nullptr || !groups->is_object() || groups->as_object().empty()) {
     return fields.fail("{}: {}, expected an object with one group or more", fields.name("config_groups"),
-                       groups == nullptr ? "missing" : "got " + shown(*groups));
+                       groups == nullptr ? "missing" : "got " + ConfigFields::shown(*groups));
   }
   for (const auto& [name, group] : groups->as_object()) {
     read_quantization_group(group, fields.name("config_groups.") + name + ".", status);
@@ -277,7 +183,7 @@ void read_quantization(const Json& owner, const std::string& path, Status& statu
 }
 
 // Dimensions are at most 2^24, so products of two fit; every tensor's element count must too.
-void check_products(Fields& fields, const ModelConfig& c) {
+void check_products(ConfigFields& fields, const ModelConfig& c) {
   struct Product {
     const char* what;
     int64_t a, b;
@@ -290,8 +196,9 @@ void check_products(Fields& fields, const ModelConfig& c) {
       {"num_shared_experts x moe_intermediate_size", c.num_shared_experts, c.moe_intermediate_size},
   }};
   for (const Product& p : widths) {
-    if (p.a * p.b > kMaxDim) {
-      return fields.fail("{}{}: got {} x {}, expected at most {}", fields.name(""), p.what, p.a, p.b, kMaxDim);
+    if (p.a * p.b > ConfigFields::kMaxDim) {
+      return fields.fail("{}{}: got {} x {}, expected at most {}", fields.name(""), p.what, p.a, p.b,
+                         ConfigFields::kMaxDim);
     }
   }
   const std::array<Product, 9> tensors = {{
@@ -317,14 +224,14 @@ void check_products(Fields& fields, const ModelConfig& c) {
 }
 
 // Token ids are repeated at the top level of a nested config; the inner ones win.
-int32_t read_token_id(Fields& inner, Fields& outer, std::string_view key, int64_t vocab_size) {
-  Fields& fields = inner.has(key) ? inner : outer;
+int32_t read_token_id(ConfigFields& inner, ConfigFields& outer, std::string_view key, int64_t vocab_size) {
+  ConfigFields& fields = inner.has(key) ? inner : outer;
   return static_cast<int32_t>(fields.integer_or(key, -1, {0, std::max<int64_t>(vocab_size, 1) - 1}));
 }
 
 void read_text(const Json& text, const std::string& path, const Json& outer, Status& status, ModelConfig& config) {
-  Fields fields(text, path, status);
-  Fields outer_fields(outer, "", status);
+  ConfigFields fields(text, path, status);
+  ConfigFields outer_fields(outer, "", status);
   config.vocab_size = fields.integer("vocab_size");
   config.hidden_size = fields.integer("hidden_size");
   config.num_layers = fields.integer("num_hidden_layers", {1, kMaxLayers});
@@ -357,13 +264,13 @@ int64_t ModelConfig::num_mla_layers() const {
 }
 
 Result<ModelConfig> parse_model_config(const Json& json) {
-  if (!json.is_object()) return invalid_argument("got {}, expected an object", shown(json));
+  if (!json.is_object()) return invalid_argument("got {}, expected an object", ConfigFields::shown(json));
   Status status;
   ModelConfig config;
-  Fields fields(json, "", status);
+  ConfigFields fields(json, "", status);
   const Json* text = json.find_set("text_config");
   if (text != nullptr && !text->is_object())
-    return invalid_argument("text_config: got {}, expected an object", shown(*text));
+    return invalid_argument("text_config: got {}, expected an object", ConfigFields::shown(*text));
   config.model_type = text != nullptr ? "kimi_k3" : "kimi_linear";
   fields.require("model_type", config.model_type);
   MOAT_RETURN_IF_ERROR(status);
@@ -372,7 +279,7 @@ Result<ModelConfig> parse_model_config(const Json& json) {
   } else {
     config.tensor_prefix = "language_model.";
     config.has_vision = fields.has("vision_config");
-    Fields(*text, "text_config.", status).expect("model_type", "kimi_linear", "");
+    ConfigFields(*text, "text_config.", status).expect("model_type", "kimi_linear", "");
     read_text(*text, "text_config.", json, status, config);
   }
   MOAT_RETURN_IF_ERROR(status);
