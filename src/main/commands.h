@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// The subcommands as functions of plain options, so that tests call them without a process. Output goes to stdout, progress
+// and logs to stderr. inspect.h, make_synthetic.h and serve.h hold the rest.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "base/status.h"
+#include "main/common.h"
+
+namespace moat {
+
+// `ids_path`: a JSON list of lists of token ids. Writes a safetensors file with "logits.0", ... [tokens, vocab] f32.
+struct LogitsOptions {
+  ModelOptions model;
+  std::string ids_path, out_path;
+  int64_t chunk = 512;  // rows a forward
+};
+Status logits_command(const LogitsOptions& options);
+
+// Text on stdin -> JSON ids on stdout, or with decode the reverse. `markup` recognises the names of reserved ids.
+struct TokenizeOptions {
+  std::string model_dir;
+  bool decode = false;
+  bool markup = false;
+};
+Status tokenize_command(const TokenizeOptions& options);
+
+// An OpenAI chat request on stdin -> {"ids": [...], "text": "..."} on stdout, as the server would render it.
+struct RenderOptions {
+  std::string model_dir;
+};
+Status render_command(const RenderOptions& options);
+
+struct GenerateOptions {
+  ModelOptions model;
+  std::string prompt;         // plain text to continue; or
+  std::string messages_path;  // a JSON list of messages, or a whole chat request; "-" is stdin
+  bool has_prompt = false;
+  int32_t max_tokens = 256;
+  std::optional<float> temperature, top_p;
+  std::optional<uint64_t> seed;
+  bool ignore_eos = false;
+  bool json = false;          // one JSON object instead of streamed text
+};
+Status generate_command(const GenerateOptions& options);
+
+struct OpsListOptions {
+  bool json = false;
+};
+Status ops_list_command(const OpsListOptions& options);
+
+// The kernel plan of a model directory (config.json and, if there, tensors' names), no weights needed.
+struct OpsExplainOptions {
+  std::string model_dir;
+  std::string site;             // only sites that contain this; empty: all
+  int64_t tokens = 1;           // which bucket
+  int64_t max_batched_tokens = 2048;
+  bool plan_text = false;       // the golden form of the whole plan
+};
+Status ops_explain_command(const OpsExplainOptions& options);
+
+struct BenchEngineOptions {
+  ModelOptions model;
+  int64_t prefill = 512;      // prompt tokens of each sequence
+  int64_t decode = 64;        // tokens decoded by each sequence
+  std::string batches = "1,8,32";
+  int repeats = 3;
+  bool profile = false;
+  bool json = false;
+};
+Status bench_engine_command(const BenchEngineOptions& options);
+
+struct BenchCeilingsOptions {
+  int threads = 0;
+  bool json = false;
+};
+Status bench_ceilings_command(const BenchCeilingsOptions& options);
+
+}  // namespace moat

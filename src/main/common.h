@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// What several subcommands share: loading with a progress bar, sampling defaults of a checkpoint, reading small inputs.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/json.h"
+#include "base/status.h"
+#include "base/thread_pool.h"
+#include "engine/request.h"
+#include "model/loader.h"
+
+namespace moat {
+
+// Flags that every command which loads a model takes.
+struct ModelOptions {
+  std::string model_dir;
+  std::string backend = "cpu";  // cpu | reference (gpu: not built)
+  std::string isa;              // empty: the best one here
+  int threads = 0;              // 0: one per usable CPU
+};
+
+struct OpenModel {
+  std::unique_ptr<ThreadPool> pool;
+  std::unique_ptr<LoadedModel> loaded;
+  bool reference = false;
+};
+
+// Checks the flags, forces the instruction set, loads with a progress bar on a terminal (GB/s and ETA) and one closing log line.
+Result<OpenModel> open_model(const ModelOptions& options);
+
+// generation_config.json: temperature, top_p, top_k, min_p where present; anything of the wrong type is an error.
+Result<SamplingParams> load_sampling_defaults(const std::string& model_dir);
+
+Result<std::string> read_input(const std::string& path);  // "-" is standard input
+
+// A JSON list of token ids, each checked against the vocabulary.
+Result<std::vector<int32_t>> parse_token_ids(const Json& json, int64_t vocab_size);
+
+}  // namespace moat
