@@ -35,8 +35,12 @@ Arch host_arch() {
 }
 
 Status force_isa(std::string_view isa) {
+  // Earlier restrictions are lifted first: any instruction set of this machine may follow any other.
+  const int64_t before = hwy::SupportedTargets();
+  hwy::DisableTargets(0);
   const std::vector<std::string> usable = host_isas();
   if (std::find(usable.begin(), usable.end(), isa) == usable.end()) {
+    hwy::DisableTargets(~before);
     return invalid_argument("instruction set {} is not usable here; usable: {}", isa, fmt::join(usable, ", "));
   }
   int64_t disabled = 0;

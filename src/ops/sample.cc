@@ -41,11 +41,11 @@ Tensor build_logits(const Case& c, CaseData& data) {
 // What grammar masks and broken models leave: every fourth row of kind 1 has masked entries, is all masked, or holds a
 // NaN.
 void damage_rows(const Case& c, CaseData& data, const Tensor& logits, float masked) {
-  if (c["kind"] == 0) return;
   const int64_t vocab = logits.dim(1);
+  if (c["kind"] == 0 || vocab < 2) return;
   for (int64_t r = 0; r < logits.dim(0); ++r) {
     float* row = logits.row(r);
-    if (r % 8 == 1) std::fill(row, row + (vocab - 1) * (vocab > 1), masked);
+    if (r % 8 == 1) std::fill(row, row + vocab - 1, masked);
     if (r % 8 == 3) std::fill(row, row + vocab, masked);
     if (r % 8 == 5) row[data.rng().below(vocab)] = NAN;
     if (r % 8 == 7) row[data.rng().below(vocab)] = INFINITY;
@@ -197,6 +197,8 @@ TopKRenormArgs build_top_k(const Case& c, CaseData& data) {
   for (int64_t r = 0; r < c["rows"]; ++r) {
     const int32_t edges[] = {50, 1, 0, -1, vocab, vocab + 9, vocab - 1};
     k.push_back(r < 7 ? edges[r] : static_cast<int32_t>(1 + data.rng().below(vocab)));
+    // A filter that is off would leave the NaN, which comparisons refuse.
+    if (has_nonfinite(a.probs.row(r), c["vocab"])) k.back() = 1;
   }
   a.k = data.hold(std::move(k));
   return a;
@@ -209,6 +211,7 @@ TopPRenormArgs build_top_p(const Case& c, CaseData& data) {
   for (int64_t r = 0; r < c["rows"]; ++r) {
     const float edges[] = {0.95F, 0.9F, 0.5F, 0.0F, 1.0F, 1.5F, -1.0F, 0.999F};
     p.push_back(r < 8 ? edges[r] : static_cast<float>(data.rng().uniform()));
+    if (has_nonfinite(a.probs.row(r), c["vocab"])) p.back() = 0.5F;  // as above
   }
   a.p = data.hold(std::move(p));
   return a;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // From logits to tokens. Probabilities are f32 rows over the vocabulary. Definitions, ties and edges: dspark.md 3.6 of the
 // design notes (threshold semantics: all ties at a boundary are kept). Order: temperature, top-k, top-p, min-p.
+// A row that cannot be used (logits with NaN or +inf, or all masked; probabilities that are not finite) becomes zero, unless the
+// filter is off for it; draw answers it with -1.
 #pragma once
 
 #include <span>
@@ -29,7 +31,8 @@ extern const Op<TopKRenormArgs> kTopKRenorm;
 inline void top_k_renorm(Exec& exec, const char* site, const TopKRenormArgs& args) { exec.call(site, kTopKRenorm, args); }
 
 // In place: the threshold is the first element in ascending order whose cumulative sum (f64, rounded to f32) reaches
-// float(1.0 - p); keep all >= it; none reaches it: the row maximum. p >= 1 leaves the row bit for bit; p is clamped to [0, 1].
+// float(1.0 - p); keep all >= it; none reaches it, or p <= 0: the row maximum. p >= 1 leaves the row bit for bit; p is clamped
+// to [0, 1].
 struct TopPRenormArgs {
   Tensor probs;              // [rows, vocab] f32
   std::span<const float> p;  // [rows]

@@ -117,7 +117,7 @@ void for_each_row(Exec& exec, const Tensor& probs, const IsOn& is_on, const Filt
 void top_k_renorm(Exec& exec, const TopKRenormArgs& a) {
   const int64_t vocab = a.probs.dim(1);
   for_each_row(
-      exec, a.probs, [&](size_t r) { return a.k[r] < vocab; },
+      exec, a.probs, [&](size_t r) { return std::max<int64_t>(a.k[r], 1) < vocab; },
       [&](const float* row, size_t r, Histogram& h) {
         return top_k_threshold(h, row, vocab, std::max<int64_t>(a.k[r], 1));
       });
