@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <boost/asio/bind_executor.hpp>
-#include <boost/asio/dispatch.hpp>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
@@ -321,7 +320,9 @@ void HttpConnection::cut() {
 
 void HttpConnection::run(std::function<void()> task) {
   if (shared_->stopped) return;
-  asio::dispatch(socket_.get_executor(), std::move(task));
+  // Never inline, not even on the strand: what one thread did before another must also come first here (an answer sent
+  // by a worker before the I/O thread drops the last reference to the responder).
+  asio::post(socket_.get_executor(), std::move(task));
 }
 
 void HttpConnection::post_task(std::function<void()> task) {
