@@ -130,6 +130,7 @@ GroupedMatmulArgs build(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<GroupedMatmulArgs> kKernels[] = {
+    {"grouped_matmul.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, active_experts_bytes, grouped_matmul_hwy},
     {"grouped_matmul.cpu", Backend::kCpu, Tier::kPortable, nullptr, active_experts_bytes, grouped_matmul_cpu}};
 
 }  // namespace

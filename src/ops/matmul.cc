@@ -84,6 +84,7 @@ MatmulArgs build_matmul(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<MatmulArgs> kMatmulKernels[] = {
+    {"matmul.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, matmul_hwy},
     {"matmul.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, matmul_cpu}};
 
 // --- head_matmul ---
@@ -184,6 +185,7 @@ HeadMatmulArgs build_head(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<HeadMatmulArgs> kHeadKernels[] = {
+    {"head_matmul.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, head_matmul_hwy},
     {"head_matmul.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, head_matmul_cpu}};
 
 }  // namespace
