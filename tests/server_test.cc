@@ -66,8 +66,7 @@ Both chat_both_ways(Harness& harness, Json extra = Json::object(), size_t num_ch
   return both_ways(harness, "/v1/chat/completions", chat_body(std::move(extra)), num_choices);
 }
 
-// --- replies
-// -------------------------------------------------------------------------------------------------------------
+// --- replies ---
 
 TEST(Chat, EveryGoldenReplyStreamedAndWhole) {
   Harness harness;
@@ -387,8 +386,32 @@ TEST(Chat, RequestReachesTheEngine) {
   EXPECT_FALSE(ends.empty());
 }
 
-// --- completions
-// ---------------------------------------------------------------------------------------------------------
+TEST(Chat, AcceptedForms) {
+  Harness harness;
+  harness.play({.ids = reply("", "ok")});
+  const std::string tool = R"({"type":"function","function":{"name":"a"}})";
+  for (const std::string& extra : {
+           R"({"tools":[)" + tool + R"(],"tool_choice":)" + tool + "}",
+           std::string(
+               R"({"tools":[{"function":{"name":"a","parameters":{"enum":[null]}}}],"tool_choice":"required"})"),
+           std::string(R"({"tools":[],"tool_choice":"auto"})"),
+           std::string(R"({"tools":null,"tool_choice":"none"})"),
+           std::string(R"({"response_format":{"type":"json_schema","json_schema":{"schema":{"type":"object"}}}})"),
+           std::string(R"({"response_format":{"type":"json_object"}})"),
+           std::string(R"({"messages":[{"role":"developer","content":"Be brief."},
+                           {"role":"user","content":[{"type":"text","text":"Hi"}]}]})"),
+           std::string(R"({"messages":[{"role":"user","content":"w?"},
+                           {"role":"assistant","content":null,"reasoning":"Look.","tool_calls":[
+                             {"id":"call_1","type":"function","function":{"name":"a","arguments":{"x":1}}}]},
+                           {"role":"tool","tool_call_id":"call_1","content":"18C"}]})"),
+           std::string(R"({"stop":[],"max_completion_tokens":5,"reasoning":{"effort":"low"},"modalities":["text"]})"),
+       }) {
+    const RawResponse response = harness.chat(chat_body(parsed(extra)));
+    EXPECT_EQ(response.status, 200) << extra << response.body;
+  }
+}
+
+// --- completions ---
 
 TEST(Completions, FormsOfPrompt) {
   Harness harness;
@@ -447,8 +470,7 @@ TEST(Completions, IgnoreEosGoesOn) {
   EXPECT_EQ(at(whole, "choices", 0, "finish_reason"), Json("length"));
 }
 
-// --- errors
-// --------------------------------------------------------------------------------------------------------------
+// --- errors ---
 
 void expect_error(const RawResponse& response, int status, const Json& param, const std::string& label) {
   EXPECT_EQ(response.status, status) << label << ": " << response.body;
@@ -582,8 +604,7 @@ TEST(Errors, EngineFailsAndRejects) {
   EXPECT_EQ(harness.chat(chat_body()).status, 200);
 }
 
-// --- routes
-// --------------------------------------------------------------------------------------------------------------
+// --- routes ---
 
 TEST(Routes, ModelsHealthVersion) {
   Harness harness;
@@ -675,8 +696,7 @@ TEST(Routes, Metrics) {
   }
 }
 
-// --- HTTP
-// ----------------------------------------------------------------------------------------------------------------
+// --- HTTP ---
 
 TEST(Http, KeepAliveAndPipelining) {
   Harness harness;
@@ -804,8 +824,7 @@ TEST(Http, SlowReaderIsCutOff) {
   EXPECT_EQ(fetch(harness.port(), "GET", "/health").status, 200);
 }
 
-// --- life
-// ----------------------------------------------------------------------------------------------------------------
+// --- life ---
 
 constexpr std::chrono::hours kNever{1};
 

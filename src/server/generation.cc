@@ -197,7 +197,7 @@ void Generation::fail(const ApiError& error) {
 
 void Generation::cancel_all() {
   for (const Choice& choice : choices_) {
-    if (choice.handle != 0 && !choice.stream.ended()) context_.engine.cancel(choice.handle);
+    if (choice.handle && !choice.stream.ended()) context_.engine.cancel(*choice.handle);
   }
 }
 

@@ -68,7 +68,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
   struct Choice {
     explicit Choice(ReplyStream stream_in) : stream(std::move(stream_in)) {}
     ReplyStream stream;
-    Engine::RequestHandle handle = 0;
+    std::optional<Engine::RequestHandle> handle;  // once the engine has accepted it
     Clock::time_point last_token;
     RequestTimings timings;
   };

@@ -102,7 +102,10 @@ std::string_view http_reason(int status) {
 
 struct HttpServer::Shared {
   Shared(HttpOptions options_in, HttpHandler handler_in)
-      : options(std::move(options_in)), handler(std::move(handler_in)), acceptor(io), accept_timer(io) {}
+      : options(std::move(options_in)),
+        handler(std::move(handler_in)),
+        acceptor(asio::make_strand(io)),
+        accept_timer(acceptor.get_executor()) {}
 
   std::string error_body(int status, std::string_view message) const {
     return options.error_body ? options.error_body(status, message) : std::string(message);
@@ -178,6 +181,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   void read_header();
   void on_header(error_code error);
   void on_request();
+  bool read_is_wanted(error_code error);
   void read_failed(error_code error);
   void answer_error(int status, std::string_view message);
   void answer_preflight(const HttpRequest& request);
@@ -202,6 +206,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
 
   Phase phase_ = Phase::kIdle;
   bool watching_ = false;  // a wait for readability is pending
+  bool reading_ = false;   // a read of request bytes is pending
   beast::flat_buffer in_;
   std::optional<Parser> parser_;
   uint64_t serial_ = 0;
@@ -219,8 +224,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   std::array<char, 4096> scratch_;
 };
 
-// --- HttpServer::Shared
-// --------------------------------------------------------------------------------------------------
+// --- HttpServer::Shared ---
 
 void HttpServer::Shared::add(HttpConnection* connection) {
   const std::lock_guard lock(mutex);
@@ -287,8 +291,7 @@ void HttpServer::Shared::accept(const std::shared_ptr<Shared>& self) {
   });
 }
 
-// --- HttpConnection: life
-// ------------------------------------------------------------------------------------------------
+// --- HttpConnection: life ---
 
 void HttpConnection::start() {
   run([self = shared_from_this()] {
@@ -310,7 +313,7 @@ void HttpConnection::start_refused() {
 void HttpConnection::begin_stop() {
   run([self = shared_from_this()] {
     self->keep_alive_ = false;
-    if (self->phase_ == Phase::kIdle) self->close();
+    if (self->phase_ == Phase::kIdle || self->phase_ == Phase::kLingering) self->close();
   });
 }
 
@@ -403,8 +406,7 @@ void HttpConnection::on_deadline() {
   }
 }
 
-// --- HttpConnection: reading
-// ---------------------------------------------------------------------------------------------
+// --- HttpConnection: reading ---
 
 void HttpConnection::read_header() {
   phase_ = Phase::kReading;
@@ -416,21 +418,30 @@ void HttpConnection::read_header() {
   parser_->header_limit(static_cast<uint32_t>(shared_->options.max_header_bytes));
   parser_->body_limit(shared_->options.max_body_bytes);
   arm(shared_->options.header_timeout);
+  reading_ = true;
   beast::http::async_read_header(socket_, in_, *parser_,
                                  [self = shared_from_this()](error_code error, size_t) { self->on_header(error); });
 }
 
 void HttpConnection::on_header(error_code error) {
-  if (phase_ != Phase::kReading) return;
+  if (!read_is_wanted(error)) return;
   if (error) return read_failed(error);
   if (parser_->is_done()) return on_request();
   if (iequals(parser_->get()[beast::http::field::expect], "100-continue")) enqueue("HTTP/1.1 100 Continue\r\n\r\n");
   arm(shared_->options.body_timeout);
+  reading_ = true;
   beast::http::async_read(socket_, in_, *parser_, [self = shared_from_this()](error_code read_error, size_t) {
-    if (self->phase_ != Phase::kReading) return;
+    if (!self->read_is_wanted(read_error)) return;
     if (read_error) return self->read_failed(read_error);
     self->on_request();
   });
+}
+
+// False if the request was answered meanwhile (it came too slowly): what is read then only matters to linger().
+bool HttpConnection::read_is_wanted(error_code error) {
+  reading_ = false;
+  if (phase_ == Phase::kLingering) error ? close() : discard();
+  return phase_ == Phase::kReading;
 }
 
 void HttpConnection::read_failed(error_code error) {
@@ -474,8 +485,7 @@ void HttpConnection::on_request() {
   shared_->handler(std::move(request), std::make_shared<HttpResponder>(shared_from_this(), serial_));
 }
 
-// --- HttpConnection: answering
-// -------------------------------------------------------------------------------------------
+// --- HttpConnection: answering ---
 
 void HttpConnection::answer_error(int status, std::string_view message) {
   phase_ = Phase::kHandling;
@@ -625,7 +635,8 @@ void HttpConnection::linger() {
   error_code ignored;
   socket_.shutdown(tcp::socket::shutdown_send, ignored);
   arm(kLingerTime);
-  discard();
+  // Of two reads at once, Asio serves only the first at the end of the stream; the pending one goes on to discard().
+  if (!reading_) discard();
 }
 
 void HttpConnection::discard() {
@@ -637,8 +648,7 @@ void HttpConnection::discard() {
   });
 }
 
-// --- HttpResponder
-// -------------------------------------------------------------------------------------------------------
+// --- HttpResponder ---
 
 HttpResponder::HttpResponder(std::shared_ptr<HttpConnection> connection, uint64_t serial)
     : connection_(std::move(connection)), serial_(serial) {}
@@ -680,8 +690,7 @@ void HttpResponder::on_hangup(std::function<void()> callback) {
   });
 }
 
-// --- HttpServer
-// ----------------------------------------------------------------------------------------------------------
+// --- HttpServer ---
 
 HttpServer::HttpServer(HttpOptions options, HttpHandler handler)
     : shared_(std::make_shared<Shared>(std::move(options), std::move(handler))) {}
@@ -716,7 +725,7 @@ int HttpServer::port() const { return shared_->port; }
 void HttpServer::stop(std::chrono::milliseconds grace) {
   if (!shared_->started || shared_->stopped) return;
   shared_->draining = true;
-  asio::post(shared_->io, [shared = shared_] {
+  asio::post(shared_->acceptor.get_executor(), [shared = shared_] {
     error_code ignored;
     shared->acceptor.close(ignored);
     shared->accept_timer.cancel();

@@ -53,6 +53,9 @@ Thinking read_thinking(FieldReader& fields, const ServingDefaults& defaults) {
     const bool enabled = type != nullptr && *type == Json("enabled");
     const bool disabled = type != nullptr && *type == Json("disabled");
     if (disabled) thinking.on = false;
+    if (mode->find_set("budget_tokens") != nullptr) {
+      fields.fail(not_supported("thinking.budget_tokens", "a thinking budget is not supported yet"));
+    }
     if (!enabled && !disabled) fields.fail("thinking", "thinking.type must be \"enabled\" or \"disabled\"");
   }
   if (const Json* kwargs = fields.object("chat_template_kwargs")) {

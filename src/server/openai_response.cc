@@ -61,8 +61,7 @@ Json usage_json(const Usage& usage) {
 
 std::string sse_event(const Json& data) { return "data: " + data.dump() + "\n\n"; }
 
-// --- ChunkWriter
-// ---------------------------------------------------------------------------------------------------------
+// --- ChunkWriter ---
 
 ChunkWriter::ChunkWriter(const ApiCall& call, const Tokenizer& tokenizer, ResponseHead head)
     : call_(call), tokenizer_(tokenizer), head_(std::move(head)), choices_(num_choices(call)) {}
@@ -155,8 +154,7 @@ std::string ChunkWriter::usage_chunk(const Usage& usage, const Json* timings) {
   return sse_event(chunk);
 }
 
-// --- WholeWriter
-// ---------------------------------------------------------------------------------------------------------
+// --- WholeWriter ---
 
 WholeWriter::WholeWriter(const ApiCall& call, const Tokenizer& tokenizer, ResponseHead head)
     : call_(call), tokenizer_(tokenizer), head_(std::move(head)), choices_(num_choices(call)) {}

@@ -92,8 +92,7 @@ void ApiServer::stop(std::chrono::milliseconds limit) {
   http_->stop(kAnswerTime);
 }
 
-// --- routing
-// -------------------------------------------------------------------------------------------------------------
+// --- routing ---
 
 const std::vector<ApiServer::Route>& ApiServer::routes() {
   static const std::vector<Route> table = {
@@ -170,8 +169,7 @@ bool ApiServer::key_accepted(const HttpRequest& request) const {
   return accepted;
 }
 
-// --- handlers
-// ------------------------------------------------------------------------------------------------------------
+// --- handlers ---
 
 void ApiServer::get_health(const Exchange& exchange, HttpRequest&) {
   exchange.finish(json_response(Json::object({{"status", "ok"}})), LogLevel::kDebug);
