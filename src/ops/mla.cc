@@ -258,6 +258,7 @@ MlaDecodeArgs build_decode(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<MlaDecodeArgs> kDecodeKernels[] = {
+    {"mla_decode.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, mla_decode_hwy},
     {"mla_decode.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, mla_decode_cpu}};
 
 // --- mla_prefill ---
@@ -356,6 +357,7 @@ MlaPrefillArgs build_prefill(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<MlaPrefillArgs> kPrefillKernels[] = {
+    {"mla_prefill.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, mla_prefill_hwy_workspace, mla_prefill_hwy},
     {"mla_prefill.cpu", Backend::kCpu, Tier::kPortable, nullptr, mla_prefill_cpu_workspace, mla_prefill_cpu}};
 
 }  // namespace

@@ -11,6 +11,7 @@
 namespace moat {
 
 constexpr int64_t kKeyBlock = 64;
+constexpr int64_t kQueryBlock = 64;  // rows that meet an expanded block of keys at once
 
 void mla_kv_write_cpu(Exec& exec, const MlaKvWriteArgs& args);
 void mla_decode_cpu(Exec& exec, const MlaDecodeArgs& args);
