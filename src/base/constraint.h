@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Constraint: what may come next in one sequence. Grammars, stop strings and thinking budgets all implement it, in text/; the
-// engine only asks. Used by one thread at a time (the engine's).
+// Constraint: what may come next in one sequence. Grammars, stop strings and thinking budgets all implement it, in
+// text/; the engine only asks. Used by one thread at a time (the engine's).
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Levelled log lines "message key=value ...". The sink is set once by main (spdlog lives behind it); before that, lines go to
-// stderr. Any thread.
+// Levelled log lines "message key=value ...". The sink is set once by main (spdlog lives behind it); before that, lines
+// go to stderr. Any thread.
 #pragma once
 
 #include <fmt/format.h>

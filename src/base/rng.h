@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Counter-based random numbers (Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
-// The same (key, counter) gives the same number on any thread, in any batch and after any restart: a sampled token depends
-// on its request's seed and its position alone.
+// The same (key, counter) gives the same number on any thread, in any batch and after any restart: a sampled token
+// depends on its request's seed and its position alone.
 #pragma once
 
 #include <array>
@@ -26,9 +26,9 @@ enum class RandomPurpose : uint32_t { kSample = 0, kDraft = 1, kAccept = 2, kBon
 
 // Uniform in [0, 1) with 53 bits.
 inline double random_uniform(uint64_t seed, uint64_t position, RandomPurpose purpose) {
-  const auto words = philox4x32({static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
-                                 static_cast<uint32_t>(purpose), 0},
-                                {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  const auto words = philox4x32(
+      {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), static_cast<uint32_t>(purpose), 0},
+      {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
   const uint64_t bits = (static_cast<uint64_t>(words[0]) << 32 | words[1]) >> 11;
   return static_cast<double>(bits) * 0x1.0p-53;
 }
@@ -44,7 +44,7 @@ class Rng {
     ++counter_;
     return static_cast<uint64_t>(words[0]) << 32 | words[1];
   }
-  double uniform() { return static_cast<double>(next() >> 11) * 0x1.0p-53; }             // [0, 1)
+  double uniform() { return static_cast<double>(next() >> 11) * 0x1.0p-53; }  // [0, 1)
   double uniform(double low, double high) { return low + (high - low) * uniform(); }
   int64_t below(int64_t count) { return static_cast<int64_t>(next() % static_cast<uint64_t>(count)); }
   double normal();  // mean 0, variance 1

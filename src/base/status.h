@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How failure travels. Status and Result<T> carry whatever data, users, files or machines can cause, with a message that
-// says what was got and what was expected. MOAT_CHECK is for what only a programmer can cause: it prints and aborts, and is
-// never reachable from user input. moat throws no exceptions; those of libraries are caught where the library is called.
+// How failure travels. Status and Result<T> carry whatever data, users, files or machines can cause, with a message
+// that says what was got and what was expected. MOAT_CHECK is for what only a programmer can cause: it prints and
+// aborts, and is never reachable from user input. moat throws no exceptions; those of libraries are caught where the
+// library is called.
 #pragma once
 
 #include <fmt/format.h>
@@ -76,10 +77,10 @@ Status internal_error(fmt::format_string<A...> format, A&&... args) {
 [[noreturn]] void check_failed(const char* file, int line, const char* condition, std::string_view detail);
 
 // Aborts with file, line, condition and an optional fmt message when `condition` is false.
-#define MOAT_CHECK(condition, ...)                                                                       \
-  do {                                                                                                   \
-    if (!(condition)) [[unlikely]]                                                                       \
-      ::moat::check_failed(__FILE__, __LINE__, #condition, ::moat::detail::check_message(__VA_ARGS__));  \
+#define MOAT_CHECK(condition, ...)                                                                      \
+  do {                                                                                                  \
+    if (!(condition)) [[unlikely]]                                                                      \
+      ::moat::check_failed(__FILE__, __LINE__, #condition, ::moat::detail::check_message(__VA_ARGS__)); \
   } while (false)
 
 namespace detail {
@@ -94,7 +95,7 @@ std::string check_message(fmt::format_string<A...> format, A&&... args) {
 template <class T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::in_place_index<1>, std::move(value)) {}  // NOLINT: implicit on purpose
+  Result(T value) : state_(std::in_place_index<1>, std::move(value)) {}        // NOLINT: implicit on purpose
   Result(Status status) : state_(std::in_place_index<0>, std::move(status)) {  // NOLINT
     MOAT_CHECK(!std::get<0>(state_).ok(), "a Result without a value needs a failure");
   }
@@ -126,17 +127,19 @@ class [[nodiscard]] Result {
 #define MOAT_CONCAT(a, b) MOAT_CONCAT_(a, b)
 
 // Returns the Status of `expression` from the enclosing function unless it is ok.
-#define MOAT_RETURN_IF_ERROR(expression)              \
-  do {                                                \
-    ::moat::Status status_ = (expression);            \
-    if (!status_.ok()) [[unlikely]] return status_;   \
+#define MOAT_RETURN_IF_ERROR(expression)   \
+  do {                                     \
+    ::moat::Status status_ = (expression); \
+    if (!status_.ok()) [[unlikely]]        \
+      return status_;                      \
   } while (false)
 
 // MOAT_ASSIGN(auto x, function()) : x gets the value, or the enclosing function returns the failure.
 #define MOAT_ASSIGN(declaration, expression) MOAT_ASSIGN_IMPL_(MOAT_CONCAT(result_, __LINE__), declaration, expression)
 #define MOAT_ASSIGN_IMPL_(result, declaration, expression) \
   auto result = (expression);                              \
-  if (!result.ok()) [[unlikely]] return result.status();   \
+  if (!result.ok()) [[unlikely]]                           \
+    return result.status();                                \
   declaration = std::move(result).value()
 
 }  // namespace moat

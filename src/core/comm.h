@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Comm: collectives between the ranks of one model. Every rank calls the same collectives in the same order. With one rank
-// they are no-ops, so the forward pass is written once.
+// Comm: collectives between the ranks of one model. Every rank calls the same collectives in the same order. With one
+// rank they are no-ops, so the forward pass is written once.
 #pragma once
 
 #include "core/tensor.h"

@@ -12,13 +12,19 @@ namespace {
 // Highway's targets in order of preference; the name is what moat prints.
 constexpr int64_t kKnownTargets[] = {HWY_AVX3_DL, HWY_AVX3, HWY_AVX2, HWY_SSE4, HWY_SSSE3};
 
-int64_t compiled_targets() { return HWY_TARGETS; }
+// What this machine has and force_isa has left. hwy::SupportedTargets() sets dispatch to all that the machine has, whatever is
+// disabled, so dispatch is set again.
+int64_t usable_targets() {
+  const int64_t supported = hwy::SupportedTargets();
+  hwy::GetChosenTarget().Update(supported);
+  return supported & HWY_TARGETS;
+}
 
 }  // namespace
 
 std::vector<std::string> host_isas() {
   std::vector<std::string> names;
-  const int64_t usable = hwy::SupportedTargets() & compiled_targets();
+  const int64_t usable = usable_targets();
   for (const int64_t target : kKnownTargets) {
     if (usable & target) names.emplace_back(hwy::TargetName(target));
   }
@@ -41,6 +47,7 @@ Status force_isa(std::string_view isa) {
   const std::vector<std::string> usable = host_isas();
   if (std::find(usable.begin(), usable.end(), isa) == usable.end()) {
     hwy::DisableTargets(~before);
+    usable_targets();
     return invalid_argument("instruction set {} is not usable here; usable: {}", isa, fmt::join(usable, ", "));
   }
   int64_t disabled = 0;
@@ -49,6 +56,7 @@ Status force_isa(std::string_view isa) {
     disabled |= target;
   }
   hwy::DisableTargets(disabled);
+  usable_targets();
   return {};
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arch: plain facts about a device, which may be one that is not here (plans are computed on any machine). Arena: bump memory
-// for the temporaries of one step, sized once by a dry pass and never grown while serving.
+// Arch: plain facts about a device, which may be one that is not here (plans are computed on any machine). Arena: bump
+// memory for the temporaries of one step, sized once by a dry pass and never grown while serving.
 #pragma once
 
 #include <cstdint>

@@ -62,9 +62,9 @@ ShapeMatcher& ShapeMatcher::match(const char* name, const Tensor& tensor, std::i
     const Binding* known = d.name ? find(d.name) : nullptr;
     const int64_t expected = d.name == nullptr ? d.value : known ? known->value : got;
     if (got != expected) {
-      status_ = invalid_argument("{}: {} is {}, expected {} with {} = {}{}", op_, name, tensor.describe(),
-                                 pattern_text(dims), d.name ? d.name : "dim", expected,
-                                 known ? fmt::format(" (from {})", known->tensor) : "");
+      status_ =
+          invalid_argument("{}: {} is {}, expected {} with {} = {}{}", op_, name, tensor.describe(), pattern_text(dims),
+                           d.name ? d.name : "dim", expected, known ? fmt::format(" (from {})", known->tensor) : "");
       return *this;
     }
     if (d.name && !known) {
@@ -72,9 +72,9 @@ ShapeMatcher& ShapeMatcher::match(const char* name, const Tensor& tensor, std::i
       bindings_[num_bindings_++] = {d.name, got, name};
     }
   }
-  const bool laid_out = layout == Layout::kContiguous
-                            ? tensor.is_contiguous()
-                            : tensor.rank() == 0 || tensor.dims[tensor.rank() - 1] <= 1 || tensor.strides[tensor.rank() - 1] == 1;
+  const bool laid_out = layout == Layout::kContiguous ? tensor.is_contiguous()
+                                                      : tensor.rank() == 0 || tensor.dims[tensor.rank() - 1] <= 1 ||
+                                                            tensor.strides[tensor.rank() - 1] == 1;
   if (!laid_out) status_ = invalid_argument("{}: {} {} is not laid out as needed", op_, name, tensor.describe());
   return *this;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Symbolic shape matching: the first tensor that uses a name binds it, later ones must agree, and the message says which
-// tensor, which dimension, got and expected. No allocation while everything matches.
+// Symbolic shape matching: the first tensor that uses a name binds it, later ones must agree, and the message says
+// which tensor, which dimension, got and expected. No allocation while everything matches.
 #pragma once
 
 #include <array>

@@ -198,8 +198,8 @@ void mxfp4_encode_group(const float* values, uint8_t* codes, uint8_t* scale) {
   for (int i = 0; i < kMxfp4Group; ++i) {
     const float scaled = std::ldexp(values[i], -exponent);
     const float mag = std::fabs(scaled);
-    const int code = (mag > 0.25F) + (mag >= 0.75F) + (mag > 1.25F) + (mag >= 1.75F) + (mag > 2.5F) + (mag >= 3.5F) +
-                     (mag > 5.0F);
+    const int code =
+        (mag > 0.25F) + (mag >= 0.75F) + (mag > 1.25F) + (mag >= 1.75F) + (mag > 2.5F) + (mag >= 3.5F) + (mag > 5.0F);
     group[i] = static_cast<uint8_t>(code | (std::signbit(scaled) && code > 0 ? 8 : 0));
   }
   for (int i = 0; i < kMxfp4Group / 2; ++i) codes[i] = static_cast<uint8_t>(group[2 * i] | group[2 * i + 1] << 4);

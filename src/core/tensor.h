@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor is a view (pointer, dtype, dims, strides, device); Buffer owns memory. A Tensor with a null pointer but real dims is
-// valid in dry passes, which compute shapes and costs only. Copying a Tensor copies the view.
+// Tensor is a view (pointer, dtype, dims, strides, device); Buffer owns memory. A Tensor with a null pointer but real
+// dims is valid in dry passes, which compute shapes and costs only. Copying a Tensor copies the view.
 #pragma once
 
 #include <array>
@@ -153,8 +153,8 @@ inline float e8m0_to_f32(uint8_t byte) {
 // Element (row, col) of a floating-point or MXFP4 tensor of rank 1 or 2, as f32: for references and tests.
 float element_f32(const Tensor& tensor, int64_t row, int64_t col);
 
-// Encodes 32 values: the smallest power-of-two scale with amax / scale <= 6, nearest magnitude, ties to the even code, zero is
-// code 0. Writes 16 code bytes and the scale byte.
+// Encodes 32 values: the smallest power-of-two scale with amax / scale <= 6, nearest magnitude, ties to the even code,
+// zero is code 0. Writes 16 code bytes and the scale byte.
 void mxfp4_encode_group(const float* values, uint8_t* codes, uint8_t* scale);
 
 }  // namespace moat

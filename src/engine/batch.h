@@ -15,7 +15,8 @@ class Batch {
   // The result views `plan` and this object; both must outlive its use.
   const ForwardInput& build(const StepPlan& plan, int64_t block_size);
 
-  // A step of `tokens` rows at `context` tokens for dry passes: one sequence, every row's logits, sizes real, values arbitrary.
+  // A step of `tokens` rows at `context` tokens for dry passes: one sequence, every row's logits, sizes real, values
+  // arbitrary.
   const ForwardInput& build_dry(int64_t tokens, int64_t context, int64_t logit_rows, int64_t block_size);
 
  private:

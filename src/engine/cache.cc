@@ -44,7 +44,8 @@ void CacheLedger::check_invariants() const {
   for (const auto& [id, holding] : holdings_) {
     for (const int32_t b : holding.blocks) MOAT_CHECK(blocks.insert(b).second, "C1: block {} is in two tables", b);
     MOAT_CHECK(slots.insert(holding.slot).second, "C2: slot {} is held twice", holding.slot);
-    MOAT_CHECK(static_cast<int64_t>(holding.blocks.size()) == blocks_for(holding.reserve_tokens), "C3: sequence {}", id);
+    MOAT_CHECK(static_cast<int64_t>(holding.blocks.size()) == blocks_for(holding.reserve_tokens), "C3: sequence {}",
+               id);
   }
   MOAT_CHECK(static_cast<int64_t>(blocks.size()) == blocks_.num_used(), "C1: {} blocks in tables, {} used",
              blocks.size(), blocks_.num_used());
@@ -60,8 +61,8 @@ CacheView dry_cache_view(const ModelConfig& config, const CacheSizes& sizes) {
   view.kda_state = make_tensor(
       nullptr, DType::kF32,
       {config.num_kda_layers(), sizes.num_slots, config.kda_num_heads, config.kda_head_dim, config.kda_head_dim});
-  view.kda_conv = make_tensor(nullptr, DType::kF32,
-                              {config.num_kda_layers(), sizes.num_slots, 3, config.conv_kernel - 1, config.kda_width()});
+  view.kda_conv = make_tensor(
+      nullptr, DType::kF32, {config.num_kda_layers(), sizes.num_slots, 3, config.conv_kernel - 1, config.kda_width()});
   return view;
 }
 

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Caches: who holds which pages of the MLA cache and which recurrent-state slot. CacheLedger does the accounting and touches
-// no memory, so the scheduler that owns it can be tested by itself; CacheMemory owns the bytes. One thread each.
+// Caches: who holds which pages of the MLA cache and which recurrent-state slot. CacheLedger does the accounting and
+// touches no memory, so the scheduler that owns it can be tested by itself; CacheMemory owns the bytes. One thread
+// each.
 //
-// Tokens are the only unit the groups share. Groups: *paged* (MLA latent rows, block_size tokens a block) and *state* (KDA
-// and convolution state, one slot a sequence). admit() reserves in both groups or in neither.
+// Tokens are the only unit the groups share. Groups: *paged* (MLA latent rows, block_size tokens a block) and *state*
+// (KDA and convolution state, one slot a sequence). admit() reserves in both groups or in neither.
 //
 // Invariants, checked by check_invariants():
-//   C1  blocks: free + used = total, and every used block belongs to exactly one sequence's table (until prefixes are shared).
-//   C2  slots: free + used = total, one per admitted sequence, no slot twice.
-//   C3  an admitted sequence holds ceil(reserved tokens / block_size) blocks.
+//   C1  blocks: free + used = total, and every used block belongs to exactly one sequence's table (until prefixes are
+//   shared). C2  slots: free + used = total, one per admitted sequence, no slot twice. C3  an admitted sequence holds
+//   ceil(reserved tokens / block_size) blocks.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +39,8 @@ class CacheLedger {
     std::string_view salt;
     int64_t reserve_tokens = 0;  // the most the sequence will ever hold
   };
-  // Reserves blocks and a slot; returns how many prompt tokens both groups can restore (0: nothing is shared yet), or nothing
-  // if it does not fit now.
+  // Reserves blocks and a slot; returns how many prompt tokens both groups can restore (0: nothing is shared yet), or
+  // nothing if it does not fit now.
   std::optional<int64_t> admit(const Admission& admission);
   bool can_ever_fit(int64_t reserve_tokens) const { return blocks_for(reserve_tokens) <= blocks_.num_blocks(); }
   void free(SequenceId sequence);

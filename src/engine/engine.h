@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Engine: requests in, token events out. The public face for server and command line; implementations are the real engine
-// (local_engine.h) and the scripted one for server and load tests (sim_engine.h). All members may be called from any thread.
+// Engine: requests in, token events out. The public face for server and command line; implementations are the real
+// engine (local_engine.h) and the scripted one for server and load tests (sim_engine.h). All members may be called from
+// any thread.
 #pragma once
 
 #include <chrono>
@@ -17,11 +18,11 @@ namespace moat {
 // Facts that do not change while the engine lives.
 struct EngineInfo {
   int32_t vocab_size = 0;
-  int32_t max_model_len = 0;   // prompt + generated tokens of one request
-  int32_t max_num_seqs = 0;    // that run at once
-  int32_t max_queued = 0;      // that may wait
-  int32_t eos_token_id = 0;    // from the model's config
-  std::string backend;         // "cpu[AVX3]", "reference", "sim"
+  int32_t max_model_len = 0;  // prompt + generated tokens of one request
+  int32_t max_num_seqs = 0;   // that run at once
+  int32_t max_queued = 0;     // that may wait
+  int32_t eos_token_id = 0;   // from the model's config
+  std::string backend;        // "cpu[AVX3]", "reference", "sim"
 };
 
 // A snapshot for /metrics and tests.
@@ -48,14 +49,15 @@ class Engine {
   virtual EngineStats stats() const = 0;
 
   // Queues the request. Refuses at once, with a message that shows the arithmetic, what is malformed or can never fit
-  // (kInvalidArgument), a full queue (kResourceExhausted) and a draining engine (kUnavailable); the sink is then never called.
+  // (kInvalidArgument), a full queue (kResourceExhausted) and a draining engine (kUnavailable); the sink is then never
+  // called.
   virtual Result<RequestHandle> submit(Request request, EventSink sink) = 0;
 
   // Ends the request with kCancelled within a step, wherever it is. Unknown or finished handles are ignored.
   virtual void cancel(RequestHandle handle) = 0;
 
-  // Refuses new requests from now on, waits until the live ones have ended or `deadline` passes, then cancels the rest and
-  // returns when none is left.
+  // Refuses new requests from now on, waits until the live ones have ended or `deadline` passes, then cancels the rest
+  // and returns when none is left.
   virtual void drain(std::chrono::steady_clock::time_point deadline) = 0;
 };
 

@@ -23,7 +23,8 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
                        .max_num_seqs = o.max_num_seqs,
                        .max_model_len = max_len};
   // The arena does not depend on the pools, so a first dry pass with the smallest pools gives its size.
-  const CacheSizes smallest{.block_size = o.block_size, .num_blocks = (max_len + o.block_size - 1) / o.block_size, .num_slots = 1};
+  const CacheSizes smallest{
+      .block_size = o.block_size, .num_blocks = (max_len + o.block_size - 1) / o.block_size, .num_slots = 1};
   MOAT_ASSIGN(DryRun dry, dry_run(*parts.model, runner, smallest, pool));
   CapacityOptions capacity{.memory_bytes = o.memory_bytes > 0 ? o.memory_bytes : host_memory_bytes(),
                            .memory_fraction = o.memory_fraction,
@@ -49,9 +50,7 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
 }
 
 LocalEngine::LocalEngine(EngineParts parts, int64_t max_queued)
-    : parts_(std::move(parts)),
-      max_queued_(max_queued),
-      scheduler_(parts_.scheduler_options, parts_.capacity.cache) {
+    : parts_(std::move(parts)), max_queued_(max_queued), scheduler_(parts_.scheduler_options, parts_.capacity.cache) {
   stats_.blocks_total = parts_.capacity.cache.num_blocks;
   stats_.slots_total = parts_.capacity.cache.num_slots;
   thread_ = std::thread([this] { loop(); });
@@ -81,7 +80,8 @@ Status LocalEngine::check_request(const Request& r) const {
       return invalid_argument("prompt token {} is outside the vocabulary of {}", id, info.vocab_size);
     }
   }
-  if (r.sampling.max_tokens < 1) return invalid_argument("max_tokens is {}, expected at least 1", r.sampling.max_tokens);
+  if (r.sampling.max_tokens < 1)
+    return invalid_argument("max_tokens is {}, expected at least 1", r.sampling.max_tokens);
   if (prompt + r.sampling.max_tokens > info.max_model_len) {
     return invalid_argument("{} prompt tokens + {} to generate = {}, but the context is {}", prompt,
                             r.sampling.max_tokens, prompt + r.sampling.max_tokens, info.max_model_len);
@@ -89,9 +89,9 @@ Status LocalEngine::check_request(const Request& r) const {
   if (!(r.sampling.temperature >= 0.0F) || !(r.sampling.top_p > 0.0F && r.sampling.top_p <= 1.0F) ||
       !(r.sampling.min_p >= 0.0F && r.sampling.min_p <= 1.0F) || r.sampling.top_k < 0 ||
       r.sampling.num_logprobs > SamplingParams::kMaxLogprobs) {
-    return invalid_argument("sampling parameters out of range: temperature {}, top_p {}, min_p {}, top_k {}, logprobs {}",
-                            r.sampling.temperature, r.sampling.top_p, r.sampling.min_p, r.sampling.top_k,
-                            r.sampling.num_logprobs);
+    return invalid_argument(
+        "sampling parameters out of range: temperature {}, top_p {}, min_p {}, top_k {}, logprobs {}",
+        r.sampling.temperature, r.sampling.top_p, r.sampling.min_p, r.sampling.top_k, r.sampling.num_logprobs);
   }
   const int64_t tokens = prompt + r.sampling.max_tokens - 1;
   const CacheSizes& sizes = parts_.capacity.cache;

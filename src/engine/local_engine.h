@@ -23,14 +23,14 @@
 namespace moat {
 
 struct EngineOptions {
-  int64_t max_model_len = 0;          // 0: the model's max_position_embeddings
+  int64_t max_model_len = 0;  // 0: the model's max_position_embeddings
   int64_t max_num_seqs = 64;
   int64_t max_batched_tokens = 2048;
-  int64_t max_queued = 256;           // requests that may wait
+  int64_t max_queued = 256;  // requests that may wait
   int64_t block_size = 16;
-  int64_t memory_bytes = 0;           // 0: what the machine or its cgroup has
+  int64_t memory_bytes = 0;  // 0: what the machine or its cgroup has
   double memory_fraction = 0.9;
-  bool reference = false;             // --backend reference
+  bool reference = false;  // --backend reference
 };
 
 // Everything between a loaded model and running steps, also used by `moat bench engine` and tests without the loop.
@@ -82,16 +82,16 @@ class LocalEngine final : public Engine {
 
   EngineParts parts_;
   const int64_t max_queued_;
-  Scheduler scheduler_;                          // engine thread
-  std::unordered_map<SequenceId, Live> live_;    // engine thread
+  Scheduler scheduler_;                        // engine thread
+  std::unordered_map<SequenceId, Live> live_;  // engine thread
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;     // inbox, stop
   std::condition_variable drained_;  // num_live_ == 0
   std::vector<Message> inbox_;
   EngineStats stats_;
-  int64_t num_live_ = 0;             // submitted and not ended
-  int64_t num_unstarted_ = 0;        // of them, not yet scheduled
+  int64_t num_live_ = 0;       // submitted and not ended
+  int64_t num_unstarted_ = 0;  // of them, not yet scheduled
   SequenceId next_id_ = 1;
   bool draining_ = false;
   bool stopping_ = false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a client asked (Request, plain numbers, immutable once submitted) and what it gets (TokenEvent). No JSON and no text
-// here: prompts arrive as token ids and leave as token ids.
+// What a client asked (Request, plain numbers, immutable once submitted) and what it gets (TokenEvent). No JSON and no
+// text here: prompts arrive as token ids and leave as token ids.
 #pragma once
 
 #include <cstdint>
@@ -19,30 +19,33 @@ struct TokenBias {
   float bias = 0.0F;
 };
 
-// Order of application (dspark.md 3.6 in the design notes): penalties and bias on logits, temperature, top_k, top_p, min_p.
+// Order of application (dspark.md 3.6 in the design notes): penalties and bias on logits, temperature, top_k, top_p,
+// min_p.
 struct SamplingParams {
   float temperature = 1.0F;  // >= 0; 0 is greedy (ties: the lowest id)
   int32_t top_k = 0;         // keep the k most likely (ties at the boundary all kept); 0: off
   float top_p = 1.0F;        // (0, 1]; 1: off
   float min_p = 0.0F;        // [0, 1]; keep probabilities >= min_p * largest; 0: off
-  uint64_t seed = 0;         // key of the counter-based generator; whoever builds the Request draws one if the client gave none
-  int32_t max_tokens = 0;    // > 0, already clamped to what the context leaves
-  int32_t min_tokens = 0;    // stop ids are masked until this many tokens have come
-  bool ignore_eos = false;   // go on past the model's end-of-message token (load generators need it)
+  uint64_t seed =
+      0;  // key of the counter-based generator; whoever builds the Request draws one if the client gave none
+  int32_t max_tokens = 0;               // > 0, already clamped to what the context leaves
+  int32_t min_tokens = 0;               // stop ids are masked until this many tokens have come
+  bool ignore_eos = false;              // go on past the model's end-of-message token (load generators need it)
   std::vector<int32_t> stop_token_ids;  // besides the model's own
-  int32_t num_logprobs = -1;  // -1: none; 0: of the chosen token; n > 0: of the n most likely as well (at most kMaxLogprobs)
+  int32_t num_logprobs =
+      -1;  // -1: none; 0: of the chosen token; n > 0: of the n most likely as well (at most kMaxLogprobs)
 
   static constexpr int32_t kMaxLogprobs = 20;
 };
 
 struct Request {
-  std::string id;                        // unique among live requests; shows in logs
-  std::vector<int32_t> prompt_ids;       // [prompt tokens], at least one, each in [0, vocab_size)
-  std::vector<int32_t> message_ends;     // positions after the last token of each prompt message, ascending (cache hints)
+  std::string id;                     // unique among live requests; shows in logs
+  std::vector<int32_t> prompt_ids;    // [prompt tokens], at least one, each in [0, vocab_size)
+  std::vector<int32_t> message_ends;  // positions after the last token of each prompt message, ascending (cache hints)
   SamplingParams sampling;
   std::unique_ptr<Constraint> constraint;  // grammar, stop strings, budgets; may be null. Owned and used by the engine.
-  int32_t priority = 0;                  // lower runs first
-  std::string cache_salt;                // requests with different salts never share cached prefixes
+  int32_t priority = 0;                    // lower runs first
+  std::string cache_salt;                  // requests with different salts never share cached prefixes
 };
 
 // Every request ends with exactly one of these.
@@ -77,11 +80,11 @@ struct RequestTimings {
 struct TokenEvent {
   std::vector<SampledToken> tokens;  // in order; includes the stop token that ended the request, if any
   FinishReason finish = FinishReason::kNone;
-  Status error;                      // why, for kRejected and kError
-  int32_t stop_token_id = -1;        // which id ended it; -1: none, or the constraint did
+  Status error;                // why, for kRejected and kError
+  int32_t stop_token_id = -1;  // which id ended it; -1: none, or the constraint did
   int32_t num_prompt_tokens = 0;
-  int32_t num_cached_tokens = 0;     // of the prompt, restored instead of computed
-  RequestTimings timings;            // complete in the last event
+  int32_t num_cached_tokens = 0;  // of the prompt, restored instead of computed
+  RequestTimings timings;         // complete in the last event
 };
 
 }  // namespace moat

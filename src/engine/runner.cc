@@ -16,12 +16,8 @@ Result<DryRun> dry_run(const Model& model, const RunnerOptions& options, const C
     for (const bool upper : {true, false}) {
       const int64_t tokens = upper ? plan.buckets()[b].last : plan.buckets()[b].first;
       Arena arena;
-      Exec exec({.mode = ExecMode::kDry,
-                 .arch = options.arch,
-                 .pool = &pool,
-                 .arena = &arena,
-                 .comm = &comm,
-                 .plan = &plan});
+      Exec exec(
+          {.mode = ExecMode::kDry, .arch = options.arch, .pool = &pool, .arena = &arena, .comm = &comm, .plan = &plan});
       exec.begin_step(tokens, upper);
       Batch batch;
       const int64_t rows = std::min(tokens, options.max_num_seqs);

@@ -24,7 +24,7 @@ struct RunnerOptions {
 
 // What a dry pass over every bucket finds.
 struct DryRun {
-  KernelPlan plan;       // frozen
+  KernelPlan plan;  // frozen
   int64_t arena_bytes = 0;
 };
 // Fails with every call site that has no kernel, and why.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampler: logits rows and per-request parameters -> token ids, through the sample ops. What a row gets depends on its own
-// logits, parameters, seed and position alone, never on its batch mates. Used by one thread.
+// Sampler: logits rows and per-request parameters -> token ids, through the sample ops. What a row gets depends on its
+// own logits, parameters, seed and position alone, never on its batch mates. Used by one thread.
 #pragma once
 
 #include <cstdint>

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scheduler: decides what each step computes. Pure with respect to devices and clocks: the same calls give the same plans.
-// There are no prefill and decode phases: a sequence has num_tokens and num_computed_tokens, and a step hands out tokens within
-// max_batched_tokens until the second catches the first. One thread.
+// Scheduler: decides what each step computes. Pure with respect to devices and clocks: the same calls give the same
+// plans. There are no prefill and decode phases: a sequence has num_tokens and num_computed_tokens, and a step hands
+// out tokens within max_batched_tokens until the second catches the first. One thread.
 //
 // Rules of schedule(), in order:
 //   1. cancelled sequences end.
 //   2. running sequences with one token to compute (decode) get it, in order of admission.
 //   3. running sequences with more to compute (prefill) share what is left of the budget, in order of admission.
-//   4. waiting requests are admitted by (priority, arrival) while a slot, blocks and budget are left; the first that does not fit
+//   4. waiting requests are admitted by (priority, arrival) while a slot, blocks and budget are left; the first that
+//   does not fit
 //      stops admission, so nobody is overtaken within a priority.
-// A prefill piece that does not reach the end of the prompt ends at an absolute multiple of kKdaChunk where it can, so that how a
-// prompt was cut does not show in the arithmetic.
+// A prefill piece that does not reach the end of the prompt ends at an absolute multiple of kKdaChunk where it can, so
+// that how a prompt was cut does not show in the arithmetic.
 //
-// Life of a request: waiting -> running -> ended, with exactly one finish reason. All its blocks are reserved at admission, so a
-// running sequence never waits for memory (docs/adr/0007).
+// Life of a request: waiting -> running -> ended, with exactly one finish reason. All its blocks are reserved at
+// admission, so a running sequence never waits for memory (docs/adr/0007).
 #pragma once
 
 #include <cstdint>
@@ -28,22 +29,22 @@
 namespace moat {
 
 struct SchedulerOptions {
-  int64_t max_num_seqs = 64;           // running at once
-  int64_t max_batched_tokens = 2048;   // a step
-  int64_t max_model_len = 0;           // prompt + generated tokens of one sequence
+  int64_t max_num_seqs = 64;          // running at once
+  int64_t max_batched_tokens = 2048;  // a step
+  int64_t max_model_len = 0;          // prompt + generated tokens of one sequence
   int32_t eos_token_id = -1;
 };
 
-// What one step computes: plain data, no pointers, so that it can be sent to other ranks. Flat arrays over the step's sequences;
-// those in decode form come first (model/forward.h).
+// What one step computes: plain data, no pointers, so that it can be sent to other ranks. Flat arrays over the step's
+// sequences; those in decode form come first (model/forward.h).
 struct StepPlan {
-  std::vector<SequenceId> sequences;      // [seqs]
-  std::vector<int32_t> num_tokens;        // [seqs], rows of each sequence, >= 1
-  std::vector<int32_t> first_positions;   // [seqs]
-  std::vector<int32_t> state_slots;       // [seqs]
-  std::vector<uint8_t> wants_token;       // [seqs], the last row is sampled
-  std::vector<int32_t> token_ids;         // [tokens]
-  std::vector<int32_t> block_tables;      // [seqs, max_blocks], unused entries -1
+  std::vector<SequenceId> sequences;     // [seqs]
+  std::vector<int32_t> num_tokens;       // [seqs], rows of each sequence, >= 1
+  std::vector<int32_t> first_positions;  // [seqs]
+  std::vector<int32_t> state_slots;      // [seqs]
+  std::vector<uint8_t> wants_token;      // [seqs], the last row is sampled
+  std::vector<int32_t> token_ids;        // [tokens]
+  std::vector<int32_t> block_tables;     // [seqs, max_blocks], unused entries -1
   int64_t max_blocks = 0;
   int64_t num_decode_seqs = 0;
 

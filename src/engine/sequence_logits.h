@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SequenceLogits: the logits of every position of one sequence at a time, without scheduler or sampling, in chunks of any size:
-// what `moat logits`, the golden tests and perplexity use. One thread.
+// SequenceLogits: the logits of every position of one sequence at a time, without scheduler or sampling, in chunks of
+// any size: what `moat logits`, the golden tests and perplexity use. One thread.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,8 @@ class SequenceLogits {
   using OnLogits = std::function<void(int64_t first_position, const Tensor& logits)>;
 
   void restart();  // forget the sequence
-  // Appends `ids` in pieces of at most `chunk` (0: the option's). A piece of fewer than kPrefillMinTokens rows takes the decode
-  // form. Fails if the sequence grows past max_tokens or an id is outside the vocabulary.
+  // Appends `ids` in pieces of at most `chunk` (0: the option's). A piece of fewer than kPrefillMinTokens rows takes
+  // the decode form. Fails if the sequence grows past max_tokens or an id is outside the vocabulary.
   Status append(std::span<const int32_t> ids, int64_t chunk, const OnLogits& on_logits);
 
   KimiModel& model() { return *model_; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `moat bench engine`: prefill and decode through the scheduler and the runner, without sockets and text, on a real checkpoint.
-// The figures are medians over repeats, with their share of the read bandwidth measured in the same run.
+// `moat bench engine`: prefill and decode through the scheduler and the runner, without sockets and text, on a real
+// checkpoint. The figures are medians over repeats, with their share of the read bandwidth measured in the same run.
 #include <algorithm>
 #include <charconv>
 
@@ -35,7 +35,8 @@ Result<std::vector<int64_t>> parse_batches(const std::string& text) {
   while (p < end) {
     int64_t value = 0;
     const auto [next, error] = std::from_chars(p, end, value);
-    if (error != std::errc() || value < 1) return invalid_argument("--batch is \"{}\", expected numbers like 1,8,32", text);
+    if (error != std::errc() || value < 1)
+      return invalid_argument("--batch is \"{}\", expected numbers like 1,8,32", text);
     batches.push_back(value);
     p = next < end && *next == ',' ? next + 1 : next;
     if (next < end && *next != ',') return invalid_argument("--batch is \"{}\", expected numbers like 1,8,32", text);
@@ -47,8 +48,10 @@ Result<std::vector<int64_t>> parse_batches(const std::string& text) {
 // Tokens that the first sequences may generate while later ones are still in their prefill.
 int64_t head_start(const BenchEngineOptions& o, int64_t batch) { return batch * o.prefill / 1024 + batch + 2; }
 
-// One run: `batch` sequences of `prefill` random prompt tokens, then `decode` tokens each. Returns the seconds of the prefill and of one decode step.
-std::pair<double, double> run_once(const EngineParts& parts, const BenchEngineOptions& o, int64_t batch, uint64_t seed) {
+// One run: `batch` sequences of `prefill` random prompt tokens, then `decode` tokens each. Returns the seconds of the
+// prefill and of one decode step.
+std::pair<double, double> run_once(const EngineParts& parts, const BenchEngineOptions& o, int64_t batch,
+                                   uint64_t seed) {
   Scheduler scheduler(parts.scheduler_options, parts.capacity.cache);
   Rng rng(seed);
   for (int64_t s = 0; s < batch; ++s) {
@@ -58,7 +61,8 @@ std::pair<double, double> run_once(const EngineParts& parts, const BenchEngineOp
     }
     request.sampling.temperature = 0.0F;
     request.sampling.ignore_eos = true;
-    request.sampling.max_tokens = static_cast<int32_t>(o.decode + 1 + head_start(o, batch));  // nobody ends while we measure
+    request.sampling.max_tokens =
+        static_cast<int32_t>(o.decode + 1 + head_start(o, batch));  // nobody ends while we measure
     scheduler.add(static_cast<SequenceId>(s + 1), std::move(request));
   }
   StepPlan plan;
@@ -67,8 +71,9 @@ std::pair<double, double> run_once(const EngineParts& parts, const BenchEngineOp
     scheduler.schedule(plan, events);
     scheduler.advance(plan, parts.runner->run(plan, scheduler), events);
   };
-  // Prefill ends with the step that gives the last sequence its first token; from then on every step is a pure decode step.
-  // A decode step that ran beside a prefill piece belongs to the prefill's time, and its tokens to neither figure.
+  // Prefill ends with the step that gives the last sequence its first token; from then on every step is a pure decode
+  // step. A decode step that ran beside a prefill piece belongs to the prefill's time, and its tokens to neither
+  // figure.
   const double start = now_seconds();
   const auto all_started = [&] {
     if (scheduler.num_waiting() > 0) return false;
@@ -107,10 +112,12 @@ Figures measure(const EngineParts& parts, const BenchEngineOptions& o, int64_t b
 
 void print_profile(const Profile& profile, double bandwidth) {
   std::vector<std::pair<std::string, Profile::Site>> sites(profile.sites.begin(), profile.sites.end());
-  std::sort(sites.begin(), sites.end(), [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
+  std::sort(sites.begin(), sites.end(),
+            [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
   double total = 0;
   for (const auto& [name, s] : sites) total += s.seconds;
-  fmt::print("{:<24} {:>9} {:>10} {:>7} {:>9} {:>10} {:>8}\n", "site", "calls", "ms", "share", "GB/s", "GFLOP/s", "of bw");
+  fmt::print("{:<24} {:>9} {:>10} {:>7} {:>9} {:>10} {:>8}\n", "site", "calls", "ms", "share", "GB/s", "GFLOP/s",
+             "of bw");
   for (const auto& [name, s] : sites) {
     fmt::print("{:<24} {:>9} {:>10.2f} {:>6.1f}% {:>9.2f} {:>10.2f} {:>7.1f}%\n", name, s.calls, s.seconds * 1e3,
                100 * s.seconds / total, s.cost.bytes / s.seconds / 1e9, s.cost.flops / s.seconds / 1e9,
@@ -124,7 +131,8 @@ void print_profile(const Profile& profile, double bandwidth) {
 Status bench_engine_command(const BenchEngineOptions& o) {
   MOAT_ASSIGN(const std::vector<int64_t> batches, parse_batches(o.batches));
   if (o.prefill < 1 || o.decode < 1 || o.repeats < 1) {
-    return invalid_argument("--prefill {}, --decode {}, --repeats {}: expected at least 1", o.prefill, o.decode, o.repeats);
+    return invalid_argument("--prefill {}, --decode {}, --repeats {}: expected at least 1", o.prefill, o.decode,
+                            o.repeats);
   }
   MOAT_ASSIGN(OpenModel open, open_model(o.model));
   const int64_t largest = *std::max_element(batches.begin(), batches.end());

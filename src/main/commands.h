@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The subcommands as functions of plain options, so that tests call them without a process. Output goes to stdout, progress
-// and logs to stderr. inspect.h, make_synthetic.h and serve.h hold the rest.
+// The subcommands as functions of plain options, so that tests call them without a process. Output goes to stdout,
+// progress and logs to stderr. inspect.h, make_synthetic.h and serve.h hold the rest.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ struct GenerateOptions {
   std::optional<float> temperature, top_p;
   std::optional<uint64_t> seed;
   bool ignore_eos = false;
-  bool json = false;          // one JSON object instead of streamed text
+  bool json = false;  // one JSON object instead of streamed text
 };
 Status generate_command(const GenerateOptions& options);
 
@@ -55,17 +55,17 @@ Status ops_list_command(const OpsListOptions& options);
 // The kernel plan of a model directory (config.json and, if there, tensors' names), no weights needed.
 struct OpsExplainOptions {
   std::string model_dir;
-  std::string site;             // only sites that contain this; empty: all
-  int64_t tokens = 1;           // which bucket
+  std::string site;    // only sites that contain this; empty: all
+  int64_t tokens = 1;  // which bucket
   int64_t max_batched_tokens = 2048;
-  bool plan_text = false;       // the golden form of the whole plan
+  bool plan_text = false;  // the golden form of the whole plan
 };
 Status ops_explain_command(const OpsExplainOptions& options);
 
 struct BenchEngineOptions {
   ModelOptions model;
-  int64_t prefill = 512;      // prompt tokens of each sequence
-  int64_t decode = 64;        // tokens decoded by each sequence
+  int64_t prefill = 512;  // prompt tokens of each sequence
+  int64_t decode = 64;    // tokens decoded by each sequence
   std::string batches = "1,8,32";
   int repeats = 3;
   bool profile = false;

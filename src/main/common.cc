@@ -41,12 +41,14 @@ Result<OpenModel> open_model(const ModelOptions& options) {
   if (isatty(STDERR_FILENO)) load.progress = draw_progress;
   MOAT_ASSIGN(open.loaded, load_model(options.model_dir, load, *open.pool));
   const LoadReport& r = open.loaded->report;
-  log_info("loaded model={} tensors={} used={} ignored={} mapped={} owned={} seconds={:.2f} backend={} isa={} threads={}",
-           options.model_dir, r.num_tensors, r.num_used, r.num_ignored,
-           format_bytes(static_cast<int64_t>(r.bytes_mapped)), format_bytes(static_cast<int64_t>(r.bytes_owned)),
-           r.seconds, options.backend, host_arch().level, open.pool->num_threads());
+  log_info(
+      "loaded model={} tensors={} used={} ignored={} mapped={} owned={} seconds={:.2f} backend={} isa={} threads={}",
+      options.model_dir, r.num_tensors, r.num_used, r.num_ignored, format_bytes(static_cast<int64_t>(r.bytes_mapped)),
+      format_bytes(static_cast<int64_t>(r.bytes_owned)), r.seconds, options.backend, host_arch().level,
+      open.pool->num_threads());
   if (open.reference) {
-    log_warn("backend=reference: every op runs its reference implementation on one thread; for checking, not for serving");
+    log_warn(
+        "backend=reference: every op runs its reference implementation on one thread; for checking, not for serving");
   }
   return open;
 }
@@ -61,7 +63,8 @@ Result<SamplingParams> load_sampling_defaults(const std::string& model_dir) {
   const auto number = [&](const char* key, auto& field) -> Status {
     const Json* value = json->find_set(key);
     if (value == nullptr) return {};
-    if (!value->is_number()) return invalid_argument("{}: {} is a {}, expected a number", path, key, value->type_name());
+    if (!value->is_number())
+      return invalid_argument("{}: {} is a {}, expected a number", path, key, value->type_name());
     field = static_cast<std::remove_reference_t<decltype(field)>>(value->as_double());
     return {};
   };

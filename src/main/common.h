@@ -29,7 +29,8 @@ struct OpenModel {
   bool reference = false;
 };
 
-// Checks the flags, forces the instruction set, loads with a progress bar on a terminal (GB/s and ETA) and one closing log line.
+// Checks the flags, forces the instruction set, loads with a progress bar on a terminal (GB/s and ETA) and one closing
+// log line.
 Result<OpenModel> open_model(const ModelOptions& options);
 
 // generation_config.json: temperature, top_p, top_k, min_p where present; anything of the wrong type is an error.

@@ -45,12 +45,23 @@ void add_serve(CLI::App& root, Run& run) {
   app->add_option("--served-model-name", o->served_name, "Name in the API (default: the directory's name)");
   app->add_option("--alias", o->aliases, "Further names");
   app->add_option("--api-key", o->api_keys, "Require one of these keys");
-  app->add_option("--max-model-len", o->max_model_len, "Tokens of one sequence (default: the model's)")->check(CLI::PositiveNumber);
-  app->add_option("--max-num-seqs", o->max_num_seqs, "Sequences running at once")->capture_default_str()->check(CLI::PositiveNumber);
-  app->add_option("--max-batched-tokens", o->max_batched_tokens, "Tokens of one step")->capture_default_str()->check(CLI::PositiveNumber);
-  app->add_option("--max-queued", o->max_queued, "Requests that may wait")->capture_default_str()->check(CLI::PositiveNumber);
-  app->add_option("--memory-fraction", o->memory_fraction, "Of the machine's memory")->capture_default_str()->check(CLI::Range(0.01, 1.0));
-  app->add_option("--drain-seconds", o->drain_seconds, "Time for live requests after SIGTERM")->capture_default_str()->check(CLI::NonNegativeNumber);
+  app->add_option("--max-model-len", o->max_model_len, "Tokens of one sequence (default: the model's)")
+      ->check(CLI::PositiveNumber);
+  app->add_option("--max-num-seqs", o->max_num_seqs, "Sequences running at once")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app->add_option("--max-batched-tokens", o->max_batched_tokens, "Tokens of one step")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app->add_option("--max-queued", o->max_queued, "Requests that may wait")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app->add_option("--memory-fraction", o->memory_fraction, "Of the machine's memory")
+      ->capture_default_str()
+      ->check(CLI::Range(0.01, 1.0));
+  app->add_option("--drain-seconds", o->drain_seconds, "Time for live requests after SIGTERM")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
   app->callback([o, &run] { run = [o] { return serve_command(*o); }; });
 }
 
@@ -61,7 +72,8 @@ void add_generate(CLI::App& root, Run& run) {
   auto* prompt = app->add_option("--prompt", o->prompt, "Plain text to continue");
   app->add_option("--messages", o->messages_path, "JSON messages or a chat request (- is stdin)")->excludes(prompt);
   app->add_option("--max-tokens", o->max_tokens)->capture_default_str()->check(CLI::PositiveNumber);
-  app->add_option("--temperature", o->temperature, "0 is greedy (default: generation_config.json)")->check(CLI::NonNegativeNumber);
+  app->add_option("--temperature", o->temperature, "0 is greedy (default: generation_config.json)")
+      ->check(CLI::NonNegativeNumber);
   app->add_option("--top-p", o->top_p)->check(CLI::Range(1e-9, 1.0));
   app->add_option("--seed", o->seed);
   app->add_flag("--ignore-eos", o->ignore_eos);
@@ -82,9 +94,11 @@ void add_checkpoint_commands(CLI::App& root, Run& run) {
   auto* synthetic = root.add_subcommand("make-synthetic", "Write a random checkpoint of any K3-shaped config");
   auto so = std::make_shared<MakeSyntheticOptions>();
   synthetic->add_option("--config", so->config_path, "config.json")->required();
-  synthetic->add_option("-o,--out", so->out_dir, "Directory to create")->required();
+  synthetic->add_option("-o,--out", so->out_directory, "Directory to create")->required();
   synthetic->add_option("--seed", so->seed)->capture_default_str();
-  synthetic->add_option("--tokenizer", so->tokenizer_dir, "Copy the tokenizer files of this checkpoint");
+  synthetic->add_option("--tokenizer", so->tokenizer_directory, "Copy the tokenizer files of this checkpoint");
+  synthetic->add_option("--shard-bytes", so->shard_bytes)->capture_default_str()->check(CLI::PositiveNumber);
+  synthetic->add_option("--threads", so->threads)->check(CLI::PositiveNumber);
   synthetic->callback([so, &run] { run = [so] { return make_synthetic_command(*so); }; });
 
   auto* logits = root.add_subcommand("logits", "Logits of every position of given id lists");
@@ -122,7 +136,9 @@ void add_ops(CLI::App& root, Run& run) {
   explain->add_option("-m,--model", eo->model_dir, "Directory with config.json")->required();
   explain->add_option("--site", eo->site, "Only sites that contain this");
   explain->add_option("--tokens", eo->tokens, "Tokens of the step")->capture_default_str();
-  explain->add_option("--max-batched-tokens", eo->max_batched_tokens)->capture_default_str()->check(CLI::PositiveNumber);
+  explain->add_option("--max-batched-tokens", eo->max_batched_tokens)
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
   explain->add_flag("--plan", eo->plan_text, "The whole plan, one line a site and bucket");
   explain->callback([eo, &run] { run = [eo] { return ops_explain_command(*eo); }; });
 }

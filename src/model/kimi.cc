@@ -76,11 +76,12 @@ void mlp(const Context& c, const char* const (&sites)[4], const MlpWeights& w, c
   const Tensor up = c.alloc(gate.dims);
   matmul(c.exec, sites[0], {.out = gate, .x = x, .weight = w.gate_proj});
   matmul(c.exec, sites[1], {.out = up, .x = x, .weight = w.up_proj});
-  gated_act(c.exec, sites[2], {.out = gate,
-                               .gate = gate,
-                               .up = up,
-                               .situ_beta = c.config.hidden_act == HiddenAct::kSitu ? c.config.situ_beta : 0.0F,
-                               .linear_beta = c.config.situ_linear_beta.value_or(0.0F)});
+  gated_act(c.exec, sites[2],
+            {.out = gate,
+             .gate = gate,
+             .up = up,
+             .situ_beta = c.config.hidden_act == HiddenAct::kSitu ? c.config.situ_beta : 0.0F,
+             .linear_beta = c.config.situ_linear_beta.value_or(0.0F)});
   matmul(c.exec, sites[3], {.out = out, .x = gate, .weight = w.down_proj});
 }
 
@@ -119,11 +120,12 @@ void kda_layer(const Context& c, const KdaWeights& w, int64_t index, const Tenso
   for (int i = 0; i < 3; ++i) {
     qkv[i] = c.alloc(by_head);
     matmul(c.exec, streams[i].proj_site, {.out = raw, .x = x, .weight = streams[i].proj});
-    short_conv(c.exec, streams[i].conv_site, {.out = qkv[i].reshape(flat),
-                                              .x = raw,
-                                              .weight = streams[i].conv,
-                                              .tails = conv_tails(tails, i),
-                                              .seqs = state_sequences(c.in, all)});
+    short_conv(c.exec, streams[i].conv_site,
+               {.out = qkv[i].reshape(flat),
+                .x = raw,
+                .weight = streams[i].conv,
+                .tails = conv_tails(tails, i),
+                .seqs = state_sequences(c.in, all)});
   }
   const auto& [q, k, v] = qkv;
   l2_norm(c.exec, "kda.q_norm", {.x = q, .eps = 1e-6F, .scale = 1.0F / std::sqrt(static_cast<float>(dim))});
@@ -134,11 +136,12 @@ void kda_layer(const Context& c, const KdaWeights& w, int64_t index, const Tenso
   const Tensor decay = c.alloc(by_head);  // [T, H, head_dim], <= 0
   matmul(c.exec, "kda.f_a_proj", {.out = low_rank, .x = x, .weight = w.f_a_proj});
   matmul(c.exec, "kda.f_b_proj", {.out = decay.reshape(flat), .x = low_rank, .weight = w.f_b_proj});
-  kda_gate(c.exec, "kda.gate", {.out = decay,
-                                .raw = decay,
-                                .a_log = w.a_log,
-                                .dt_bias = w.dt_bias,
-                                .lower_bound = c.config.gate_lower_bound.value_or(0.0F)});
+  kda_gate(c.exec, "kda.gate",
+           {.out = decay,
+            .raw = decay,
+            .a_log = w.a_log,
+            .dt_bias = w.dt_bias,
+            .lower_bound = c.config.gate_lower_bound.value_or(0.0F)});
   const Tensor beta = c.alloc({tokens, heads});
   matmul(c.exec, "kda.b_proj", {.out = beta, .x = x, .weight = w.b_proj});
 
@@ -189,7 +192,8 @@ Tensor mla_query(const Context& c, const MlaWeights& w, const Tensor& x) {
   return q.reshape({tokens, q.dim(1) / qk, qk});
 }
 
-// Gated MLA without positional encoding (k3.md 3.6): x [T, D] -> out [T, D], partial over ranks. `index` counts MLA layers.
+// Gated MLA without positional encoding (k3.md 3.6): x [T, D] -> out [T, D], partial over ranks. `index` counts MLA
+// layers.
 void mla_layer(const Context& c, const MlaWeights& w, int64_t index, const Tensor& x, const Tensor& out) {
   const ModelConfig& cfg = c.config;
   const int64_t tokens = x.dim(0);
@@ -201,7 +205,7 @@ void mla_layer(const Context& c, const MlaWeights& w, int64_t index, const Tenso
   const int64_t heads = q.dim(1);
 
   // The cached row: normalised latent, then the shared key part as it is.
-  const Tensor cache = c.caches.mla.at(index);    // [slots, latent + rope]
+  const Tensor cache = c.caches.mla.at(index);  // [slots, latent + rope]
   const Tensor row = c.alloc({tokens, cfg.mla_row()});
   matmul(c.exec, "mla.kv_a_proj", {.out = row, .x = x, .weight = w.kv_a_proj});
   rms_norm(c.exec, "mla.kv_a_norm",
@@ -215,26 +219,29 @@ void mla_layer(const Context& c, const MlaWeights& w, int64_t index, const Tenso
     const Tensor q_rows = q.rows(r.row_begin, r.row_end);
     const Tensor absorbed = c.alloc({rows, heads, cfg.mla_row()});
     const Tensor mixed = c.alloc({rows, heads, latent});
-    head_matmul(c.exec, "mla.absorb_key",
-                {.out = absorbed.cols(0, latent), .x = q_rows.cols(0, nope), .weight = w.kv_b_proj, .transposed = true});
+    head_matmul(
+        c.exec, "mla.absorb_key",
+        {.out = absorbed.cols(0, latent), .x = q_rows.cols(0, nope), .weight = w.kv_b_proj, .transposed = true});
     copy(c.exec, "mla.absorb_shared",
          {.out = absorbed.cols(latent, cfg.mla_row()), .x = q_rows.cols(nope, cfg.qk_head_dim())});
-    mla_decode(c.exec, "mla.decode", {.out = mixed,
-                                      .q = absorbed,
-                                      .cache = cache,
-                                      .seqs = paged_sequences(c.in, r, c.caches.block_size),
-                                      .scale = scale});
+    mla_decode(c.exec, "mla.decode",
+               {.out = mixed,
+                .q = absorbed,
+                .cache = cache,
+                .seqs = paged_sequences(c.in, r, c.caches.block_size),
+                .scale = scale});
     head_matmul(c.exec, "mla.absorb_value",
                 {.out = o.rows(r.row_begin, r.row_end), .x = mixed, .weight = w.kv_b_proj, .row_offset = nope});
   }
   {  // Prefill form: keys and values are expanded from the latents.
     const LeafRange& r = c.leaves.prefill;
-    mla_prefill(c.exec, "mla.prefill", {.out = o.rows(r.row_begin, r.row_end),
-                                        .q = q.rows(r.row_begin, r.row_end),
-                                        .cache = cache,
-                                        .kv_b = w.kv_b_proj,
-                                        .seqs = paged_sequences(c.in, r, c.caches.block_size),
-                                        .scale = scale});
+    mla_prefill(c.exec, "mla.prefill",
+                {.out = o.rows(r.row_begin, r.row_end),
+                 .q = q.rows(r.row_begin, r.row_end),
+                 .cache = cache,
+                 .kv_b = w.kv_b_proj,
+                 .seqs = paged_sequences(c.in, r, c.caches.block_size),
+                 .scale = scale});
   }
 
   const Tensor flat = o.reshape({tokens, heads * cfg.v_head_dim});
@@ -263,14 +270,14 @@ void routed_experts(const Context& c, const MoeWeights& w, const Tensor& expert_
   const Tensor down = c.alloc({pairs, z.dim(1)});
   grouped_matmul(c.exec, "moe.w1", {.out = gate, .x = z, .rows = sorted, .offsets = offsets, .weights = w.w1});
   grouped_matmul(c.exec, "moe.w3", {.out = up, .x = z, .rows = sorted, .offsets = offsets, .weights = w.w3});
-  gated_act(c.exec, "moe.act", {.out = gate,
-                                .gate = gate,
-                                .up = up,
-                                .situ_beta = c.config.hidden_act == HiddenAct::kSitu ? c.config.situ_beta : 0.0F,
-                                .linear_beta = c.config.situ_linear_beta.value_or(0.0F)});
+  gated_act(c.exec, "moe.act",
+            {.out = gate,
+             .gate = gate,
+             .up = up,
+             .situ_beta = c.config.hidden_act == HiddenAct::kSitu ? c.config.situ_beta : 0.0F,
+             .linear_beta = c.config.situ_linear_beta.value_or(0.0F)});
   grouped_matmul(c.exec, "moe.w2", {.out = down, .x = gate, .offsets = offsets, .weights = w.w2});
-  moe_combine(c.exec, "moe.combine",
-              {.out = y, .y = down, .positions = positions, .expert_weights = expert_weights});
+  moe_combine(c.exec, "moe.combine", {.out = y, .y = down, .positions = positions, .expert_weights = expert_weights});
 }
 
 // Latent MoE (k3.md 3.7): x [T, D] -> out [T, D], complete on every rank.
@@ -282,12 +289,13 @@ void moe_layer(const Context& c, const MoeWeights& w, int64_t layer, const Tenso
   const Tensor expert_ids = c.alloc({tokens, cfg.num_experts_per_token}, DType::kI32);
   const Tensor expert_weights = c.alloc({tokens, cfg.num_experts_per_token});
   matmul(c.exec, "moe.router", {.out = logits, .x = x, .weight = w.router});
-  router_topk(c.exec, "moe.topk", {.expert_ids = expert_ids,
-                                   .expert_weights = expert_weights,
-                                   .logits = logits,
-                                   .bias = w.router_bias,
-                                   .renormalize = cfg.moe_renormalize,
-                                   .scale = cfg.routed_scaling_factor});
+  router_topk(c.exec, "moe.topk",
+              {.expert_ids = expert_ids,
+               .expert_weights = expert_weights,
+               .logits = logits,
+               .bias = w.router_bias,
+               .renormalize = cfg.moe_renormalize,
+               .scale = cfg.routed_scaling_factor});
   c.show("expert_ids", layer, expert_ids);
   c.show("expert_weights", layer, expert_weights);
 
@@ -311,8 +319,8 @@ void moe_layer(const Context& c, const MoeWeights& w, int64_t layer, const Tenso
   add(c.exec, "moe.add_shared", {.x = out, .y = shared});
 }
 
-// The residual stream. With AttnRes (k3.md 3.3) `stream` is the running sum of the current block and lives in the slab right
-// after the finished blocks, so that finishing a block only moves the boundary; without, it is the ordinary sum.
+// The residual stream. With AttnRes (k3.md 3.3) `stream` is the running sum of the current block and lives in the slab
+// right after the finished blocks, so that finishing a block only moves the boundary; without, it is the ordinary sum.
 class ResidualStream {
  public:
   ResidualStream(const Context& c, int64_t hidden) : c_(c) {
@@ -328,13 +336,14 @@ class ResidualStream {
   // The mixture that a sublayer reads; `out` must not be the stream. Without blocks it is the stream itself.
   Tensor mix(const char* site, const AttnResWeights& w, const Tensor& out) const {
     if (num_blocks_ == 0) return stream();
-    attn_res_mix(c_.exec, site, {.out = out,
-                                 .blocks = slab_,
-                                 .prefix = stream(),
-                                 .norm = w.norm,
-                                 .proj = w.proj,
-                                 .num_blocks = num_blocks_,
-                                 .eps = c_.config.rms_norm_eps});
+    attn_res_mix(c_.exec, site,
+                 {.out = out,
+                  .blocks = slab_,
+                  .prefix = stream(),
+                  .norm = w.norm,
+                  .proj = w.proj,
+                  .num_blocks = num_blocks_,
+                  .eps = c_.config.rms_norm_eps});
     return out;
   }
 
@@ -388,8 +397,8 @@ ForwardOutput KimiModel::forward(Exec& exec, const ForwardInput& input, const Ca
   embed(exec, "embed", {.out = residual.stream(), .table = weights_.embed, .ids = input.token_ids});
   c.show("hidden", -1, residual.stream());
 
-  const Tensor mixed = c.alloc({tokens, hidden});    // what a sublayer reads
-  const Tensor normed = c.alloc({tokens, hidden});   // ... after its norm
+  const Tensor mixed = c.alloc({tokens, hidden});     // what a sublayer reads
+  const Tensor normed = c.alloc({tokens, hidden});    // ... after its norm
   const Tensor sublayer = c.alloc({tokens, hidden});  // ... and its output
   int64_t kda_index = 0;
   int64_t mla_index = 0;
@@ -423,8 +432,7 @@ ForwardOutput KimiModel::forward(Exec& exec, const ForwardInput& input, const Ca
     c.show("hidden", l, residual.stream());
   }
 
-  const Tensor last =
-      residual.mix("output_res", weights_.output_res, mixture_buffer(config_.num_layers - 1, mixed));
+  const Tensor last = residual.mix("output_res", weights_.output_res, mixture_buffer(config_.num_layers - 1, mixed));
   c.show("mix", config_.num_layers, last);
   const Tensor wanted = c.alloc({logit_rows, hidden});
   embed(exec, "logits_rows", {.out = wanted, .table = last, .ids = input.logits_rows});  // a gather of rows
@@ -442,9 +450,9 @@ Status shape_weights(const ModelConfig& config, const CheckpointLayout& layout, 
     if (spec.transform == Transform::kLeadF32) dims = {spec.live};
     MOAT_ASSIGN(const Slice slice, shard_slice(spec.shard, dims, parallel, spec.live));
     dims[slice.dim] = slice.end - slice.begin;
-    const DType dtype = spec.part == WeightPart::kCodes          ? DType::kMxfp4
+    const DType dtype = spec.part == WeightPart::kCodes       ? DType::kMxfp4
                         : spec.transform == Transform::kAdopt ? spec.dtypes.front()
-                                                                 : DType::kF32;
+                                                              : DType::kF32;
     *spec.dest = make_tensor(nullptr, dtype, dims);
   }
   return {};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kimi K3 and Kimi-Linear: one forward pass for prefill, decode and verification (k3.md section 3). The weights are views that
-// must outlive the model; forward is const and may be called by one thread per Exec.
+// Kimi K3 and Kimi-Linear: one forward pass for prefill, decode and verification (k3.md section 3). The weights are
+// views that must outlive the model; forward is const and may be called by one thread per Exec.
 #pragma once
 
 #include "model/model.h"
@@ -15,8 +15,8 @@ class KimiModel final : public Model {
   const ModelConfig& config() const override { return config_; }
   ForwardOutput forward(Exec& exec, const ForwardInput& input, const CacheView& caches) const override;
 
-  // Shows intermediate values to a test: "hidden" (the stream: embeddings, then after each layer), "mix" (attention-side
-  // mixture of each layer, the output mixture last), "expert_ids", "expert_weights".
+  // Shows intermediate values to a test: "hidden" (the stream: embeddings, then after each layer), "mix"
+  // (attention-side mixture of each layer, the output mixture last), "expert_ids", "expert_weights".
   void set_probe(ForwardProbe probe) { probe_ = std::move(probe); }
 
  private:
@@ -25,7 +25,8 @@ class KimiModel final : public Model {
   ForwardProbe probe_;
 };
 
-// Shapes without data for every weight of `config` on one rank: enough for dry passes on a machine that holds no checkpoint.
+// Shapes without data for every weight of `config` on one rank: enough for dry passes on a machine that holds no
+// checkpoint.
 Status shape_weights(const ModelConfig& config, const CheckpointLayout& layout, const Parallel& parallel,
                      KimiWeights& weights);
 

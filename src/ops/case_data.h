@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CaseData: the random arguments of one test or benchmark case. Inputs are random (never zero), outputs are poisoned with NaN
-// or a byte pattern, and every tensor that a call writes is registered so that two runs can be compared.
+// CaseData: the random arguments of one test or benchmark case. Inputs are random (never zero), outputs are poisoned
+// with NaN or a byte pattern, and every tensor that a call writes is registered so that two runs can be compared.
 #pragma once
 
 #include <any>
@@ -59,10 +59,10 @@ class CaseData {
 };
 
 struct Comparison {
-  bool equal = true;            // within tolerance and the same NaN and infinity pattern
-  double worst = 0;             // largest error over its allowance (<= 1 passes)
-  double relative_norm = 0;     // ||out - ref|| / ||ref||
-  std::string message;          // where the worst one is, or what is wrong
+  bool equal = true;         // within tolerance and the same NaN and infinity pattern
+  double worst = 0;          // largest error over its allowance (<= 1 passes)
+  double relative_norm = 0;  // ||out - ref|| / ||ref||
+  std::string message;       // where the worst one is, or what is wrong
 };
 
 // Every output of `got` against the same output of `want`.

@@ -23,6 +23,8 @@ struct MaskLogitsArgs {
   Tensor allowed;  // [rows, ceil(vocab / 32)] i32, as bits
 };
 extern const Op<MaskLogitsArgs> kMaskLogits;
-inline void mask_logits(Exec& exec, const char* site, const MaskLogitsArgs& args) { exec.call(site, kMaskLogits, args); }
+inline void mask_logits(Exec& exec, const char* site, const MaskLogitsArgs& args) {
+  exec.call(site, kMaskLogits, args);
+}
 
 }  // namespace moat
