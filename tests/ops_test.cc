@@ -662,5 +662,22 @@ TEST(Isa, AnyMayFollowAnyOther) {
   EXPECT_EQ(host_isas(), isas);
 }
 
+// Vectors of another length add up in another order: if no bit changes, dispatch has not.
+TEST(Isa, ForcingOneChangesWhatRuns) {
+  std::map<int, std::vector<std::byte>> by_lanes;
+  for (const std::string& isa : machine().isas) {
+    ASSERT_TRUE(force_isa(isa).ok());
+    CaseData data(11);
+    const RmsNormArgs args{data.output("out", {64, 1000}), data.normal({64, 1000}), data.normal({1000}), 1e-5F};
+    Exec exec = machine().exec(machine().one);
+    exec.call("norm", kRmsNorm, args);
+    by_lanes[host_arch().lanes] = bytes_of_tensor(args.out);
+  }
+  for (auto a = by_lanes.begin(); a != by_lanes.end(); ++a) {
+    for (auto b = std::next(a); b != by_lanes.end(); ++b) EXPECT_FALSE(a->second == b->second);
+  }
+  EXPECT_TRUE(force_isa(machine().isas.front()).ok());
+}
+
 }  // namespace
 }  // namespace moat

@@ -133,8 +133,9 @@ std::vector<Case> short_conv_cases() {
 
 Case random_short_conv(uint64_t seed) {
   Rng rng(seed);
-  return {{{"channels", 1 + rng.below(600)},
-           {"width", 1 + rng.below(6)},
+  const bool usual = rng.below(2) == 0;
+  return {{{"channels", usual ? 16 * (1 + rng.below(40)) : 1 + rng.below(600)},
+           {"width", usual ? 4 : 1 + rng.below(6)},
            {"seqs", rng.below(6)},
            {"len", 1 + rng.below(12)},
            {"first", rng.below(3)},
@@ -152,7 +153,14 @@ ShortConvArgs build_short_conv(const Case& c, CaseData& data) {
   return a;
 }
 
+Reject width_4_whole_vectors(const ShortConvArgs& a, const Arch&) {
+  if (a.weight.dim(2) != 4) return fmt::format("kernel width {}, takes 4", a.weight.dim(2));
+  if (a.x.dim(1) % 16 != 0) return fmt::format("channels={} not a multiple of 16", a.x.dim(1));
+  return {};
+}
+
 constexpr Kernel<ShortConvArgs> kShortConvKernels[] = {
+    {"short_conv.cpu.hwy", Backend::kCpu, Tier::kTuned, width_4_whole_vectors, nullptr, simd::short_conv},
     {"short_conv.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::short_conv},
 };
 
@@ -227,6 +235,7 @@ KdaGateArgs build_kda_gate(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<KdaGateArgs> kKdaGateKernels[] = {
+    {"kda_gate.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, simd::kda_gate},
     {"kda_gate.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::kda_gate},
 };
 
@@ -389,11 +398,20 @@ KdaArgs build_kda(const Case& c, CaseData& data) {
   return a;
 }
 
+Reject whole_vectors(const KdaArgs& a, const Arch&) {
+  const int64_t dim = a.q.dim(2);
+  if (dim % 16 != 0) return fmt::format("dim={} not a multiple of 16", dim);
+  if (dim > kMaxKdaDim) return fmt::format("dim={} more than {}", dim, kMaxKdaDim);
+  return {};
+}
+
 constexpr Kernel<KdaArgs> kKdaRecurrentKernels[] = {
+    {"kda_recurrent.cpu.hwy", Backend::kCpu, Tier::kTuned, whole_vectors, nullptr, simd::kda_recurrent},
     {"kda_recurrent.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::kda_recurrent},
 };
 
 constexpr Kernel<KdaArgs> kKdaChunkedKernels[] = {
+    {"kda_chunked.cpu.hwy", Backend::kCpu, Tier::kTuned, whole_vectors, kda_chunked_workspace, simd::kda_chunked},
     {"kda_chunked.cpu", Backend::kCpu, Tier::kPortable, nullptr, kda_chunked_workspace, cpu::kda_chunked},
 };
 

@@ -87,6 +87,9 @@ void for_each_chunked_head(Exec& exec, const KdaArgs& args, const Body& body) {
   });
 }
 
+// Head dimensions that the Highway kernels keep a row of on the stack.
+constexpr int64_t kMaxKdaDim = 512;
+
 int64_t kda_chunked_workspace(const KdaArgs& args, const Exec& exec);
 
 namespace cpu {

@@ -92,6 +92,7 @@ RmsNormArgs build_rms_norm(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<RmsNormArgs> kRmsNormKernels[] = {
+    {"rms_norm.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, simd::rms_norm},
     {"rms_norm.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::rms_norm},
 };
 
@@ -156,6 +157,7 @@ GatedRmsNormArgs build_gated_rms_norm(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<GatedRmsNormArgs> kGatedRmsNormKernels[] = {
+    {"gated_rms_norm.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, simd::gated_rms_norm},
     {"gated_rms_norm.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::gated_rms_norm},
 };
 
@@ -190,6 +192,7 @@ L2NormArgs build_l2_norm(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<L2NormArgs> kL2NormKernels[] = {
+    {"l2_norm.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, simd::l2_norm},
     {"l2_norm.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::l2_norm},
 };
 
@@ -283,7 +286,11 @@ AttnResMixArgs build_attn_res_mix(const Case& c, CaseData& data) {
   return a;
 }
 
+// norm * proj.
+int64_t attn_res_mix_workspace(const AttnResMixArgs& a, const Exec&) { return 4 * a.prefix.dim(1); }
+
 constexpr Kernel<AttnResMixArgs> kAttnResMixKernels[] = {
+    {"attn_res_mix.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, attn_res_mix_workspace, simd::attn_res_mix},
     {"attn_res_mix.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::attn_res_mix},
 };
 

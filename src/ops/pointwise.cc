@@ -178,6 +178,7 @@ GatedActArgs build_gated_act(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<GatedActArgs> kGatedActKernels[] = {
+    {"gated_act.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, simd::gated_act},
     {"gated_act.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::gated_act},
 };
 
@@ -212,6 +213,7 @@ SigmoidGateArgs build_sigmoid_gate(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<SigmoidGateArgs> kSigmoidGateKernels[] = {
+    {"sigmoid_gate.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, simd::sigmoid_gate},
     {"sigmoid_gate.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::sigmoid_gate},
 };
 
