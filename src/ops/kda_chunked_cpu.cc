@@ -25,10 +25,10 @@ void scale_rows(const KdaChunkScratch& s, const float* q, const float* k, const 
   for (int64_t i = 0; i < rows; ++i) {
     if (i % kKdaTile == 0) std::fill(s.running, s.running + dim, 1.0F);
     for (int64_t d = 0; d < dim; ++d) {
-      const float alpha = std::exp(g[i * stride + d]);
+      const float alpha = flush_tiny(std::exp(g[i * stride + d]));
       s.alpha[i * dim + d] = alpha;
-      s.running[d] *= alpha;
-      s.end_decay[d] *= alpha;
+      s.running[d] = flush_tiny(s.running[d] * alpha);
+      s.end_decay[d] = flush_tiny(s.end_decay[d] * alpha);
       s.q_tile[i * dim + d] = q[i * stride + d] * s.running[d];
       s.k_tile[i * dim + d] = k[i * stride + d] * s.running[d];
       s.q_chunk[i * dim + d] = q[i * stride + d] * s.end_decay[d];
@@ -39,7 +39,7 @@ void scale_rows(const KdaChunkScratch& s, const float* q, const float* k, const 
   for (int64_t i = rows - 1; i >= 0; --i) {
     for (int64_t d = 0; d < dim; ++d) {
       s.k_end[i * dim + d] = k[i * stride + d] * s.running[d];
-      s.running[d] *= s.alpha[i * dim + d];
+      s.running[d] = flush_tiny(s.running[d] * s.alpha[i * dim + d]);
     }
   }
 }
@@ -53,7 +53,7 @@ void score_rows(const KdaChunkScratch& s, const float* q, const float* k, int64_
     for (int64_t m = start - 1; m >= 0; --m) {
       for (int64_t d = 0; d < dim; ++d) {
         scaled[d] = k[m * stride + d] * s.running[d];
-        s.running[d] *= s.alpha[m * dim + d];
+        s.running[d] = flush_tiny(s.running[d] * s.alpha[m * dim + d]);
       }
       for (int64_t i = start; i < end; ++i) {
         s.a[i * kKdaChunk + m] = s.beta[i] * dot(s.k_tile + i * dim, scaled, dim);
@@ -61,10 +61,13 @@ void score_rows(const KdaChunkScratch& s, const float* q, const float* k, int64_
       }
     }
     for (int64_t m = start; m < end; ++m) {
-      for (int64_t d = 0; d < dim; ++d) scaled[d] = k[m * stride + d];
-      s.p[m * kKdaChunk + m] = dot(q + m * stride, scaled, dim);
+      std::fill(s.running, s.running + dim, 1.0F);
+      s.p[m * kKdaChunk + m] = dot(q + m * stride, k + m * stride, dim);
       for (int64_t i = m + 1; i < end; ++i) {
-        for (int64_t d = 0; d < dim; ++d) scaled[d] *= s.alpha[i * dim + d];
+        for (int64_t d = 0; d < dim; ++d) {
+          s.running[d] = flush_tiny(s.running[d] * s.alpha[i * dim + d]);
+          scaled[d] = k[m * stride + d] * s.running[d];
+        }
         s.a[i * kKdaChunk + m] = s.beta[i] * dot(k + i * stride, scaled, dim);
         s.p[i * kKdaChunk + m] = dot(q + i * stride, scaled, dim);
       }

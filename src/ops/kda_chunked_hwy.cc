@@ -36,6 +36,8 @@ struct ChunkRows {
   int64_t dim;
 };
 
+HWY_INLINE V decay_product(V a, V b) { return zero_below(hn::Mul(a, b), kTinyDecay); }
+
 HWY_INLINE void fill_ones(float* to, int64_t dim) {
   for (int64_t c = 0; c < dim; c += lanes()) hn::Store(hn::Set(D(), 1.0F), D(), to + c);
 }
@@ -55,11 +57,11 @@ void scale_rows(const KdaChunkScratch& s, const ChunkRows& c) {
     float* q_tile = s.q_tile + i / kKdaTile * kKdaTile * dim + i % kKdaTile;
     float* k_tile = s.k_tile + i / kKdaTile * kKdaTile * dim + i % kKdaTile;
     for (int64_t e = 0; e < dim; e += n) {
-      const V alpha = exp_f32(hn::LoadU(d, c.g + i * c.stride + e));
+      const V alpha = zero_below(exp_f32(hn::LoadU(d, c.g + i * c.stride + e)), kTinyDecay);
       const V q = hn::LoadU(d, c.q + i * c.stride + e);
       const V k = hn::LoadU(d, c.k + i * c.stride + e);
-      const V in_tile = hn::Mul(hn::Load(d, s.running + e), alpha);
-      const V in_chunk = hn::Mul(hn::Load(d, s.end_decay + e), alpha);
+      const V in_tile = decay_product(hn::Load(d, s.running + e), alpha);
+      const V in_chunk = decay_product(hn::Load(d, s.end_decay + e), alpha);
       hn::Store(alpha, d, s.alpha + i * dim + e);
       hn::Store(in_tile, d, s.running + e);
       hn::Store(in_chunk, d, s.end_decay + e);
@@ -78,7 +80,7 @@ void scale_rows(const KdaChunkScratch& s, const ChunkRows& c) {
     for (int64_t e = 0; e < dim; e += n) {
       const V running = hn::Load(d, s.running + e);
       hn::Store(hn::Mul(hn::LoadU(d, c.k + i * c.stride + e), running), d, s.k_end + i * dim + e);
-      hn::Store(hn::Mul(running, hn::Load(d, s.alpha + i * dim + e)), d, s.running + e);
+      hn::Store(decay_product(running, hn::Load(d, s.alpha + i * dim + e)), d, s.running + e);
     }
   }
 }
@@ -116,20 +118,20 @@ HWY_INLINE void score_earlier(const KdaChunkScratch& s, int64_t start, int64_t m
 void score_tile(const KdaChunkScratch& s, const ChunkRows& c, int64_t start, int64_t end) {
   const D d;
   const int64_t n = lanes();
-  float* key = s.running;
   for (int64_t m = start; m < end; ++m) {
-    for (int64_t e = 0; e < c.dim; e += n) hn::Store(hn::LoadU(d, c.k + m * c.stride + e), d, key + e);
+    fill_ones(s.running, c.dim);
     for (int64_t i = m; i < end; ++i) {
       V a = hn::Zero(d);
       V p = hn::Zero(d);
       for (int64_t e = 0; e < c.dim; e += n) {
-        V decayed = hn::Load(d, key + e);
+        V decay = hn::Load(d, s.running + e);
         if (i > m) {
-          decayed = hn::Mul(decayed, hn::Load(d, s.alpha + i * c.dim + e));
-          hn::Store(decayed, d, key + e);
+          decay = decay_product(decay, hn::Load(d, s.alpha + i * c.dim + e));
+          hn::Store(decay, d, s.running + e);
         }
-        a = hn::MulAdd(hn::LoadU(d, c.k + i * c.stride + e), decayed, a);
-        p = hn::MulAdd(hn::LoadU(d, c.q + i * c.stride + e), decayed, p);
+        const V key = hn::Mul(hn::LoadU(d, c.k + m * c.stride + e), decay);
+        a = hn::MulAdd(hn::LoadU(d, c.k + i * c.stride + e), key, a);
+        p = hn::MulAdd(hn::LoadU(d, c.q + i * c.stride + e), key, p);
       }
       s.a[m * kKdaChunk + i] = s.beta[i] * sum_of_lanes(a);  // unused at i == m
       s.p[m * kKdaChunk + i] = sum_of_lanes(p);
@@ -147,7 +149,7 @@ void score_rows(const KdaChunkScratch& s, const ChunkRows& c) {
       for (int64_t e = 0; e < c.dim; e += n) {
         const V running = hn::Load(d, s.running + e);
         hn::Store(hn::Mul(hn::LoadU(d, c.k + m * c.stride + e), running), d, s.u + m * c.dim + e);
-        hn::Store(hn::Mul(running, hn::Load(d, s.alpha + m * c.dim + e)), d, s.running + e);
+        hn::Store(decay_product(running, hn::Load(d, s.alpha + m * c.dim + e)), d, s.running + e);
       }
     }
     for (int64_t m = 0; m < start; m += 4)

@@ -83,7 +83,7 @@ void recurrent_head(const KdaArgs& a, const StateSequence& seq, int64_t head, fl
     const float beta = sigmoid_f32(a.beta_logits.f32()[t * heads + head]);
     std::fill(u, u + dim, 0.0F);
     for (int64_t d = 0; d < dim; ++d) {
-      const float decay = std::exp(g[d]);
+      const float decay = flush_tiny(std::exp(g[d]));
       float* s = state + d * dim;
       for (int64_t j = 0; j < dim; ++j) {
         s[j] *= decay;

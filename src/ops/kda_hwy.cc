@@ -120,7 +120,7 @@ void RecurrentHead(const KdaArgs& a, const StateSequence& seq, int64_t head) {
     const float* g = a.g.f32() + at;
     float* out = a.out.f32() + at;
     const float beta = sigmoid_f32(a.beta_logits.f32()[t * heads + head]);
-    for (int64_t c = 0; c < dim; c += n) hn::Store(exp_f32(hn::LoadU(d, g + c)), d, alpha + c);
+    for (int64_t c = 0; c < dim; c += n) hn::Store(zero_below(exp_f32(hn::LoadU(d, g + c)), kTinyDecay), d, alpha + c);
     int64_t j = 0;
     for (; j + kWide * n <= dim; j += kWide * n) {
       recurrent_columns<kWide>(state + j, dim, alpha, k, q, v + j, beta, out + j);

@@ -27,6 +27,11 @@ inline StateSequence state_sequence(const StateSequences& seqs, int64_t s) {
 // factor is at most 1 whatever the decay.
 constexpr int64_t kKdaTile = 16;
 
+// Decay factors and their products below this count as zero: beside a term of weight 1 nothing that small shows, and products
+// of two of them with keys would be subnormal, which costs a hundred cycles an operation.
+constexpr float kTinyDecay = 1e-16F;
+inline float flush_tiny(float decay) { return decay < kTinyDecay ? 0.0F : decay; }
+
 // Temporaries of one chunk and head, one such block a thread.
 struct KdaChunkScratch {
   float* alpha;      // [chunk, dim] decay factors exp(g)

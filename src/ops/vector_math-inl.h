@@ -30,6 +30,9 @@ HWY_INLINE int64_t lanes() { return static_cast<int64_t>(hn::Lanes(D())); }
 // Where x is NaN: x, else y.
 HWY_INLINE V keep_nan(V x, V y) { return hn::IfThenElse(hn::Eq(x, x), y, x); }
 
+// 0 where x < limit, else x.
+HWY_INLINE V zero_below(V x, float limit) { return hn::IfThenZeroElse(hn::Lt(x, hn::Set(D(), limit)), x); }
+
 // exp(x) for x <= 88.
 HWY_INLINE V exp_f32(V x) { return keep_nan(x, hn::Exp(D(), x)); }
 
