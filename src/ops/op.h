@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an op is: its contract (check, cost), its definition (reference), its test cases, and the ordered table of kernels that
-// can run it. An Op is a constinit object: one without check, cost, reference or cases does not compile. A table row names
-// its function, so a kernel that is not defined does not link. Rows of a backend that is not built have run == nullptr and
-// stay in the table, so that selection for any device can be computed on any machine.
+// What an op is: its contract (check, cost), its definition (reference), its test cases, and the ordered table of
+// kernels that can run it. An Op is a constinit object: one without check, cost, reference or cases does not compile. A
+// table row names its function, so a kernel that is not defined does not link. Rows of a backend that is not built have
+// run == nullptr and stay in the table, so that selection for any device can be computed on any machine.
 //
-// To add an op: its Args and `extern const Op<Args>` in the family's header, everything else in the family's .cc, kernels in
-// <family>_cpu.cc and <family>_gpu.cu, and one line in all_ops.cc. docs/kernels.md walks through it.
+// To add an op: its Args and `extern const Op<Args>` in the family's header, everything else in the family's .cc,
+// kernels in <family>_cpu.cc and <family>_gpu.cu, and one line in all_ops.cc. docs/kernels.md walks through it.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +41,9 @@ struct Kernel {
   const char* name;  // "<op>.<variant>", unique in the table
   Backend backend;
   Tier tier;
-  Reject (*reject)(const Args&, const Arch&);    // null: takes whatever check() passes
+  Reject (*reject)(const Args&, const Arch&);      // null: takes whatever check() passes
   int64_t (*workspace)(const Args&, const Exec&);  // bytes of arena memory during the call; null: none
-  void (*run)(Exec&, const Args&);               // null: not in this build
+  void (*run)(Exec&, const Args&);                 // null: not in this build
 };
 
 // Named dims of one test case, e.g. {"tokens=17 hidden=7168", {{"tokens", 17}, {"hidden", 7168}}}.
@@ -64,20 +64,20 @@ class Op {
  public:
   struct Definition {
     const char* name = nullptr;
-    Status (*check)(const Args&) = nullptr;        // shapes, dtypes, layout
+    Status (*check)(const Args&) = nullptr;          // shapes, dtypes, layout
     std::string (*describe)(const Args&) = nullptr;  // the shapes that matter, for `moat ops explain`
     Cost (*cost)(const Args&) = nullptr;
-    void (*reference)(const Args&) = nullptr;      // portable, one thread, f64 accumulation, as plain as the formula
-    std::vector<Case> (*cases)() = nullptr;        // shapes of models we serve, and edges
-    Case (*random_case)(uint64_t seed) = nullptr;  // any shape the op allows, small
+    void (*reference)(const Args&) = nullptr;         // portable, one thread, f64 accumulation, as plain as the formula
+    std::vector<Case> (*cases)() = nullptr;           // shapes of models we serve, and edges
+    Case (*random_case)(uint64_t seed) = nullptr;     // any shape the op allows, small
     Args (*build)(const Case&, CaseData&) = nullptr;  // random arguments for a case; outputs registered with CaseData
     Tolerance tolerance;
     std::span<const Kernel<Args>> kernels;
   };
 
   consteval Op(const Definition& definition) : def_(definition) {  // NOLINT
-    if (def_.name == nullptr || def_.check == nullptr || def_.describe == nullptr || def_.cost == nullptr || def_.reference == nullptr ||
-        def_.cases == nullptr || def_.random_case == nullptr || def_.build == nullptr) {
+    if (def_.name == nullptr || def_.check == nullptr || def_.describe == nullptr || def_.cost == nullptr ||
+        def_.reference == nullptr || def_.cases == nullptr || def_.random_case == nullptr || def_.build == nullptr) {
       throw "an op needs name, check, describe, cost, reference, cases, random_case and build";
     }
   }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exec is what an op call needs; KernelPlan is which kernel each call site uses for each range of token counts.
 //
-// A call site is a label in the forward pass ("kda.q_proj"). The forward itself makes the plan: run once in dry mode at both
-// ends of every bucket (null data, real shapes), each op call checks, asks every row, and is recorded. freeze() then picks, for
-// each site and bucket, the first row that takes both ends, and fails with every row's reason if there is none. While serving
-// nothing is chosen: a call looks its row up, and a miss is a CHECK. The reference is not a row: it runs only under
-// ExecMode::kReference, for the whole model.
+// A call site is a label in the forward pass ("kda.q_proj"). The forward itself makes the plan: run once in dry mode at
+// both ends of every bucket (null data, real shapes), each op call checks, asks every row, and is recorded. freeze()
+// then picks, for each site and bucket, the first row that takes both ends, and fails with every row's reason if there
+// is none. While serving nothing is chosen: a call looks its row up, and a miss is a CHECK. The reference is not a row:
+// it runs only under ExecMode::kReference, for the whole model.
 #pragma once
 
 #include <cstdint>
@@ -43,12 +43,12 @@ class KernelPlan {
   struct Entry {
     std::string site;
     const char* op;
-    std::string shapes;               // at the bucket's upper end
+    std::string shapes;                 // at the bucket's upper end
     std::vector<Candidate> candidates;  // rows of the backend, in order
-    int chosen = -1;                  // index of the row in the op's table, after freeze()
-    int64_t workspace_bytes = 0;      // of the chosen row at the upper end
-    Cost cost;                        // of all calls of this site, at the upper end
-    int calls = 0;                    // at the upper end
+    int chosen = -1;                    // index of the row in the op's table, after freeze()
+    int64_t workspace_bytes = 0;        // of the chosen row at the upper end
+    Cost cost;                          // of all calls of this site, at the upper end
+    int calls = 0;                      // at the upper end
   };
 
   explicit KernelPlan(std::vector<Bucket> buckets) : buckets_(std::move(buckets)), entries_(buckets_.size()) {}
@@ -149,7 +149,7 @@ Result<int> select_row(const Op<Args>& op, const Args& args, const Arch& arch) {
   for (size_t i = 0; i < op->kernels.size(); ++i) {
     const Kernel<Args>& k = op->kernels[i];
     if (k.backend != arch.backend) continue;
-    const Reject reason = k.run == nullptr    ? Reject("not in this build")
+    const Reject reason = k.run == nullptr      ? Reject("not in this build")
                           : k.reject == nullptr ? Reject()
                                                 : k.reject(args, arch);
     if (!reason) return static_cast<int>(i);

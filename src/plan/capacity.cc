@@ -40,7 +40,8 @@ Result<Capacity> plan_capacity(const ModelConfig& config, const CapacityOptions&
   const int64_t one_sequence = per_slot + blocks_per_seq * per_block;
   if (left < one_sequence) {
     return resource_exhausted(
-        "the model does not fit: {} x {:.2f} of memory = {}, less weights {} and step temporaries {} leaves {}; one sequence "
+        "the model does not fit: {} x {:.2f} of memory = {}, less weights {} and step temporaries {} leaves {}; one "
+        "sequence "
         "of {} tokens needs {} (state {} + {} blocks of {})",
         format_bytes(o.memory_bytes), o.memory_fraction, format_bytes(usable), format_bytes(o.weight_bytes),
         format_bytes(o.arena_bytes), format_bytes(std::max<int64_t>(left, 0)), o.max_model_len,
@@ -55,11 +56,11 @@ Result<Capacity> plan_capacity(const ModelConfig& config, const CapacityOptions&
   const int64_t blocks_that_fit = (left - c.max_num_seqs * per_slot) / per_block;
   c.cache.num_blocks = std::min(blocks_wanted, blocks_that_fit);
   c.cache_token_capacity = c.cache.num_blocks * o.block_size;
-  c.bound = c.max_num_seqs < o.max_num_seqs ? fmt::format("state slots: {} fit, {} wanted", c.max_num_seqs, o.max_num_seqs)
-            : blocks_that_fit < blocks_wanted
-                ? fmt::format("cache blocks: {} sequences of {} tokens need {}, {} fit", c.max_num_seqs, o.max_model_len,
-                              blocks_wanted, blocks_that_fit)
-                : "max_num_seqs: every sequence can be as long as the context";
+  c.bound =
+      c.max_num_seqs < o.max_num_seqs   ? fmt::format("state slots: {} fit, {} wanted", c.max_num_seqs, o.max_num_seqs)
+      : blocks_that_fit < blocks_wanted ? fmt::format("cache blocks: {} sequences of {} tokens need {}, {} fit",
+                                                      c.max_num_seqs, o.max_model_len, blocks_wanted, blocks_that_fit)
+                                        : "max_num_seqs: every sequence can be as long as the context";
   c.lines = {{"weights", o.weight_bytes, "mapped files and converted copies"},
              {"step temporaries", o.arena_bytes, "arena, from the dry pass"},
              {"KDA and convolution state", c.cache.num_slots * per_slot,
@@ -69,8 +70,9 @@ Result<Capacity> plan_capacity(const ModelConfig& config, const CapacityOptions&
                           c.cache_token_capacity, per_block / o.block_size)}};
   int64_t total = 0;
   for (const auto& line : c.lines) total += line.bytes;
-  c.lines.push_back({"total", total, fmt::format("of {} usable ({} x {:.2f})", format_bytes(usable),
-                                                 format_bytes(o.memory_bytes), o.memory_fraction)});
+  c.lines.push_back({"total", total,
+                     fmt::format("of {} usable ({} x {:.2f})", format_bytes(usable), format_bytes(o.memory_bytes),
+                                 o.memory_fraction)});
   return c;
 }
 
