@@ -53,6 +53,8 @@ struct AttnResMixArgs {
   float eps = 0.0F;
 };
 extern const Op<AttnResMixArgs> kAttnResMix;
-inline void attn_res_mix(Exec& exec, const char* site, const AttnResMixArgs& args) { exec.call(site, kAttnResMix, args); }
+inline void attn_res_mix(Exec& exec, const char* site, const AttnResMixArgs& args) {
+  exec.call(site, kAttnResMix, args);
+}
 
 }  // namespace moat

@@ -11,9 +11,9 @@ namespace moat {
 
 // out[t] = table[ids[t]] as f32; ids must be in [0, vocab).
 struct EmbedArgs {
-  Tensor out;                     // [tokens, hidden] f32
-  Tensor table;                   // [vocab, hidden] bf16 or f32
-  std::span<const int32_t> ids;   // [tokens]
+  Tensor out;                    // [tokens, hidden] f32
+  Tensor table;                  // [vocab, hidden] bf16 or f32
+  std::span<const int32_t> ids;  // [tokens]
 };
 extern const Op<EmbedArgs> kEmbed;
 inline void embed(Exec& exec, const char* site, const EmbedArgs& args) { exec.call(site, kEmbed, args); }
@@ -44,6 +44,8 @@ struct SigmoidGateArgs {
   Tensor gate;  // [rows, width] f32
 };
 extern const Op<SigmoidGateArgs> kSigmoidGate;
-inline void sigmoid_gate(Exec& exec, const char* site, const SigmoidGateArgs& args) { exec.call(site, kSigmoidGate, args); }
+inline void sigmoid_gate(Exec& exec, const char* site, const SigmoidGateArgs& args) {
+  exec.call(site, kSigmoidGate, args);
+}
 
 }  // namespace moat

@@ -28,7 +28,9 @@ struct TopKRenormArgs {
   std::span<const int32_t> k;  // [rows]
 };
 extern const Op<TopKRenormArgs> kTopKRenorm;
-inline void top_k_renorm(Exec& exec, const char* site, const TopKRenormArgs& args) { exec.call(site, kTopKRenorm, args); }
+inline void top_k_renorm(Exec& exec, const char* site, const TopKRenormArgs& args) {
+  exec.call(site, kTopKRenorm, args);
+}
 
 // In place: the threshold is the first element in ascending order whose cumulative sum (f64, rounded to f32) reaches
 // float(1.0 - p); keep all >= it; none reaches it, or p <= 0: the row maximum. p >= 1 leaves the row bit for bit; p is clamped
@@ -38,7 +40,9 @@ struct TopPRenormArgs {
   std::span<const float> p;  // [rows]
 };
 extern const Op<TopPRenormArgs> kTopPRenorm;
-inline void top_p_renorm(Exec& exec, const char* site, const TopPRenormArgs& args) { exec.call(site, kTopPRenorm, args); }
+inline void top_p_renorm(Exec& exec, const char* site, const TopPRenormArgs& args) {
+  exec.call(site, kTopPRenorm, args);
+}
 
 // In place: keep probabilities >= min_p * the row's largest, renormalise. min_p <= 0 leaves the row bit for bit.
 struct MinPRenormArgs {
@@ -46,7 +50,9 @@ struct MinPRenormArgs {
   std::span<const float> min_p;  // [rows]
 };
 extern const Op<MinPRenormArgs> kMinPRenorm;
-inline void min_p_renorm(Exec& exec, const char* site, const MinPRenormArgs& args) { exec.call(site, kMinPRenorm, args); }
+inline void min_p_renorm(Exec& exec, const char* site, const MinPRenormArgs& args) {
+  exec.call(site, kMinPRenorm, args);
+}
 
 // ids[row] = first index whose cumulative probability (f64) exceeds uniform[row] * total; -1 if the row is all zero or not
 // finite (the caller fails that request, never picks a default id).
