@@ -3,7 +3,7 @@
 
 #include <array>
 #include <atomic>
-#include <boost/asio/bind_executor.hpp>
+#include <boost/asio/executor_work_guard.hpp>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
@@ -104,6 +104,7 @@ struct HttpServer::Shared {
   Shared(HttpOptions options_in, HttpHandler handler_in)
       : options(std::move(options_in)),
         handler(std::move(handler_in)),
+        work(io.get_executor()),
         acceptor(asio::make_strand(io)),
         accept_timer(acceptor.get_executor()) {}
 
@@ -121,6 +122,8 @@ struct HttpServer::Shared {
   const HttpOptions options;
   const HttpHandler handler;
   asio::io_context io;
+  // While stopping, there may be moments with nothing pending: the threads must still run what is posted next.
+  asio::executor_work_guard<asio::io_context::executor_type> work;
   tcp::acceptor acceptor;
   asio::steady_timer accept_timer;
   int port = 0;
@@ -213,7 +216,8 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   bool keep_alive_ = false;
   bool chunked_ = false;  // else the end of the body is the end of the connection
   bool head_only_ = false;
-  bool answered_ = false;  // the whole answer has been queued
+  bool input_left_ = false;  // the request was answered before it was read to its end
+  bool answered_ = false;    // the whole answer has been queued
   std::function<void()> on_hangup_;
 
   std::deque<std::string> out_;
@@ -367,6 +371,9 @@ void HttpConnection::on_readable() {
 
 void HttpConnection::hang_up() {
   if (phase_ == Phase::kClosed) return;
+  // A reset: nothing that is left in the kernel's buffers counts any more, and the peer sees that the body is incomplete.
+  error_code ignored;
+  socket_.set_option(asio::socket_base::linger(true, 0), ignored);
   close();
   if (on_hangup_) post_task(std::exchange(on_hangup_, nullptr));
 }
@@ -491,6 +498,7 @@ void HttpConnection::answer_error(int status, std::string_view message) {
   phase_ = Phase::kHandling;
   disarm();
   keep_alive_ = false;
+  input_left_ = true;
   HttpResponse response{.status = status, .body = shared_->error_body(status, message)};
   if (status == 503) response.headers.emplace_back("Retry-After", "1");
   send(std::move(response));
@@ -626,6 +634,7 @@ void HttpConnection::complete() {
   if (phase_ != Phase::kHandling && phase_ != Phase::kStreaming) return;
   answered_ = false;
   if (keep_alive_) return next_request();
+  if (!input_left_ && in_.size() == 0) return close();
   linger();
 }
 
