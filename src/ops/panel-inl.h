@@ -11,6 +11,8 @@
 #endif
 
 #include <algorithm>
+#include <array>
+#include <bit>
 
 #include "core/tensor.h"
 #include "ops/tiles-inl.h"
@@ -21,19 +23,53 @@ namespace HWY_NAMESPACE {
 
 constexpr int64_t kPanelCols = 32;      // weight rows that a thread takes at once
 constexpr int64_t kPanelRows = 64;      // activation rows that pass them
-constexpr int64_t kFewRows = 4;         // up to here dense weights are converted in registers
+constexpr int64_t kFewRows = 32;        // up to here dense weights are converted in registers
+constexpr int64_t kFewMxfp4Rows = 4;    // up to here MXFP4 is decoded in long pieces of few weight rows
 constexpr int64_t kPanelFloats = 8192;  // of the decoded copy: 32 KiB
 
 // --- decoding to f32, elements begin .. end of weight row n ---
 
-#if HWY_TARGET == HWY_SCALAR
+// Factors of all scale bytes, so that one load spreads a factor over a vector.
+constexpr std::array<float, 256> make_scales() {
+  std::array<float, 256> scales{};
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    scales[byte] = std::bit_cast<float>(byte == 0 ? 0x00400000U : byte == 255 ? 0x7fc00000U : byte << 23);
+  }
+  return scales;
+}
+inline constexpr std::array<float, 256> kScales = make_scales();
+
+// 32 elements, exact.
+#if HWY_TARGET <= HWY_AVX3
+// Byte i / 2 goes to lane i, its high nibble is shifted down in odd lanes, and the nibble picks from a vector of magnitudes.
 HWY_INLINE void decode_group(const uint8_t* codes, uint8_t scale, float* HWY_RESTRICT out) {
-  const float factor = e8m0_to_f32(scale);
-  for (int64_t i = 0; i < kMxfp4Group; ++i) out[i] = factor * kE2m1[i % 2 ? codes[i / 2] >> 4 : codes[i / 2] & 15];
+  const F32 d;
+  const hn::Repartition<uint8_t, F32> u8;
+  const hn::Rebind<uint32_t, F32> u32;
+  const hn::Rebind<int32_t, F32> i32;
+  alignas(64) static constexpr uint32_t kLow[16] = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
+  alignas(64) static constexpr uint32_t kHigh[16] = {8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15};
+  alignas(64) static constexpr uint32_t kShifts[16] = {0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4};
+  const auto bytes = hn::LoadDup128(u8, codes);
+  const auto table = hn::LoadU(d, kE2m1.data());
+  const auto shifts = hn::Load(u32, kShifts);
+  const auto mask = hn::Set(u32, 15);
+  const F32Vec factor = hn::Set(d, kScales[scale]);
+  for (int half = 0; half < 2; ++half) {
+    // The upper bytes of an index also fetch something; the mask drops it.
+    const auto spread = hn::TableLookupBytes(bytes, hn::BitCast(u8, hn::Load(u32, half == 0 ? kLow : kHigh)));
+    const auto nibbles = hn::And(hn::Shr(hn::BitCast(u32, spread), shifts), mask);
+    const auto values = hn::TableLookupLanes(table, hn::IndicesFromVec(d, hn::BitCast(i32, nibbles)));
+    hn::StoreU(hn::Mul(values, factor), d, out + half * kLanes);
+  }
+}
+#elif HWY_TARGET == HWY_SCALAR
+HWY_INLINE void decode_group(const uint8_t* codes, uint8_t scale, float* HWY_RESTRICT out) {
+  for (int64_t i = 0; i < kMxfp4Group; ++i)
+    out[i] = kScales[scale] * kE2m1[i % 2 ? codes[i / 2] >> 4 : codes[i / 2] & 15];
 }
 #else
-// 32 elements: E2M1 codes are looked up as twice their value, which fits a byte, and the factor is half the scale;
-// exact.
+// Twice a magnitude fits a byte, so codes are looked up as bytes; the factor is half the scale.
 HWY_INLINE void decode_group(const uint8_t* codes, uint8_t scale, float* HWY_RESTRICT out) {
   const hn::Full128<uint8_t> d8;
   const hn::Full128<int8_t> i8;
@@ -47,7 +83,7 @@ HWY_INLINE void decode_group(const uint8_t* codes, uint8_t scale, float* HWY_RES
   alignas(32) int8_t values[kMxfp4Group];
   hn::Store(hn::TableLookupBytes(table, hn::BitCast(i8, hn::InterleaveLower(d8, low, high))), i8, values);
   hn::Store(hn::TableLookupBytes(table, hn::BitCast(i8, hn::InterleaveUpper(d8, low, high))), i8, values + 16);
-  const F32Vec factor = hn::Set(F32(), 0.5F * e8m0_to_f32(scale));
+  const F32Vec factor = hn::Set(F32(), 0.5F * kScales[scale]);
   for (int64_t i = 0; i < kMxfp4Group; i += kLanes) {
     const auto integers = hn::PromoteTo(i32, hn::LoadU(quarter, values + i));
     hn::StoreU(hn::Mul(hn::ConvertTo(F32(), integers), factor), F32(), out + i);
@@ -151,17 +187,17 @@ void multiply_dense(const float* const* x, int64_t rows, const W* weight, int64_
 inline void multiply_panel(const float* const* x, int64_t rows, const Tensor& weight, int64_t first, int64_t columns,
                            float* const* out) {
   if (rows == 0) return;
-  if (rows > kFewRows) {
+  if (rows > (weight.dtype == DType::kMxfp4 ? kFewMxfp4Rows : kFewRows)) {
     multiply_decoded<kPanelRows, kPanelCols>(x, rows, weight, first, columns, out);
   } else if (weight.dtype == DType::kBF16) {
     multiply_dense(x, rows, weight.bf16(), weight.dim(1), first, columns, out);
   } else if (weight.dtype == DType::kF32) {
     multiply_dense(x, rows, static_cast<const float*>(weight.f32()), weight.dim(1), first, columns, out);
   } else {
-    // Longer pieces of fewer weight rows, which memory delivers better.
+    // Longer pieces are what memory delivers better.
     constexpr int64_t kCols = 8;
     for (int64_t c = 0; c < columns; c += kCols) {
-      multiply_decoded<kFewRows, kCols>(x, rows, weight, first + c, std::min(kCols, columns - c), out);
+      multiply_decoded<kFewMxfp4Rows, kCols>(x, rows, weight, first + c, std::min(kCols, columns - c), out);
     }
   }
 }
