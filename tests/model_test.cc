@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model against goldens of independent PyTorch code, and against itself: whole prompt = chunks = token by token, rows
-// independent of batch mates, of how a batch is split and of the number of threads.
+// The model against goldens of independent PyTorch code, and against itself: whole prompt = chunks = token by token,
+// rows independent of batch mates, of how a batch is split and of the number of threads.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace {
 
 using test::GoldenFile;
 
-constexpr float kTolerance = 3e-4F;    // goldens of our own reference (its two forms differ by up to 6e-5)
+constexpr float kTolerance = 3e-4F;     // goldens of our own reference (its two forms differ by up to 6e-5)
 constexpr float kTransformers = 1e-4F;  // hf/kimi_linear
 
 struct Checkpoint {
@@ -104,7 +104,8 @@ void compare_probe(const GoldenFile& golden, const std::string& prompt, const Mo
     entry = 0;  // counts MoE layers
     for (int64_t l = 0; l < layer; ++l) entry += config.is_moe(l);
   }
-  if (kind == "hidden" && layer == config.num_layers - 1 && !config.attn_res_block_size) return;  // that entry is normed
+  if (kind == "hidden" && layer == config.num_layers - 1 && !config.attn_res_block_size)
+    return;  // that entry is normed
   const Tensor want = all.at(entry);
   if (kind == "expert_ids") {
     for (int64_t i = 0; i < want.count(); ++i) EXPECT_EQ(value.i32()[i], want.ptr<int64_t>()[i]) << "layer " << layer;
@@ -135,7 +136,8 @@ void check_k3_golden(const Checkpoint& c, bool reference) {
     errors.note("decode", largest_error(run(*runner, golden.ints("decode.ids"), 1), golden.tensor("decode.logits")));
     const Tensor state = runner->caches().kda_state.at(0).at(0);
     const Tensor conv = runner->caches().kda_conv.at(0).at(0);
-    errors.note("state", largest_error({state.f32(), static_cast<size_t>(state.count())}, golden.tensor("decode.state")));
+    errors.note("state",
+                largest_error({state.f32(), static_cast<size_t>(state.count())}, golden.tensor("decode.state")));
     errors.note("conv", largest_error({conv.f32(), static_cast<size_t>(conv.count())}, golden.tensor("decode.conv")));
   }
   std::string line;
@@ -217,7 +219,8 @@ TEST(Golden, MoatNanoGreedy) {
   }
   EXPECT_EQ(compared, 512);
   EXPECT_LE(worst_logprob, kTolerance);
-  fmt::print("golden moat-nano greedy: {} ids identical, largest top-10 logprob error {:.2g}\n", compared, worst_logprob);
+  fmt::print("golden moat-nano greedy: {} ids identical, largest top-10 logprob error {:.2g}\n", compared,
+             worst_logprob);
 }
 
 // Whole prompt = chunks of 1, 7, 64: the same ids everywhere, and logits that differ by rounding only.
@@ -238,7 +241,8 @@ TEST(Model, ChunkedEqualsWhole) {
       for (size_t i = 0; i < whole.size(); ++i) worst = std::max(worst, std::fabs(whole[i] - pieces[i]));
       EXPECT_LE(worst, kTolerance) << c.name << " chunk " << chunk;
       for (size_t t = 0; t < ids.size(); ++t) {
-        EXPECT_EQ(argmax(&whole[t * static_cast<size_t>(vocab)], vocab), argmax(&pieces[t * static_cast<size_t>(vocab)], vocab))
+        EXPECT_EQ(argmax(&whole[t * static_cast<size_t>(vocab)], vocab),
+                  argmax(&pieces[t * static_cast<size_t>(vocab)], vocab))
             << c.name << " chunk " << chunk << " row " << t;
       }
       fmt::print("{}: chunks of {} against whole: largest logit difference {:.2g}, ids equal\n", c.name, chunk, worst);

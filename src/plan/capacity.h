@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What fits: one pure function from (model, options, memory) to the sizes of the cache pools, and the table that shows the
-// arithmetic. The engine sizes its pools with it, so a plan cannot be wrong about the engine it plans.
+// What fits: one pure function from (model, options, memory) to the sizes of the cache pools, and the table that shows
+// the arithmetic. The engine sizes its pools with it, so a plan cannot be wrong about the engine it plans.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace moat {
 struct CacheSizes {
   int64_t block_size = 16;  // tokens a block of the paged MLA cache
   int64_t num_blocks = 0;
-  int64_t num_slots = 0;    // recurrent-state slots, one a running sequence
+  int64_t num_slots = 0;  // recurrent-state slots, one a running sequence
 };
 
 // Bytes of one block and of one slot, over all layers (f32).
@@ -23,31 +23,32 @@ int64_t block_bytes(const ModelConfig& config, int64_t block_size);
 int64_t slot_bytes(const ModelConfig& config);
 
 struct CapacityOptions {
-  int64_t memory_bytes = 0;       // that this process may use in all
-  double memory_fraction = 0.9;   // of it that moat plans with
+  int64_t memory_bytes = 0;      // that this process may use in all
+  double memory_fraction = 0.9;  // of it that moat plans with
   int64_t weight_bytes = 0;
-  int64_t arena_bytes = 0;        // step temporaries, from the dry pass
+  int64_t arena_bytes = 0;  // step temporaries, from the dry pass
   int64_t block_size = 16;
-  int64_t max_model_len = 0;      // tokens of one sequence
-  int64_t max_num_seqs = 0;       // wanted
+  int64_t max_model_len = 0;  // tokens of one sequence
+  int64_t max_num_seqs = 0;   // wanted
 };
 
 struct Capacity {
   CacheSizes cache;
-  int64_t max_num_seqs = 0;       // that get a slot: min(wanted, what fits)
+  int64_t max_num_seqs = 0;  // that get a slot: min(wanted, what fits)
   int64_t cache_token_capacity = 0;
-  std::string bound;              // what limits concurrency, in words
+  std::string bound;  // what limits concurrency, in words
   struct Line {
     std::string component;
     int64_t bytes = 0;
     std::string note;
   };
   std::vector<Line> lines;
-  std::string table() const;      // for people
+  std::string table() const;  // for people
 };
 
 // Slots first: as many as wanted, but at most half of what the weights leave; then as many blocks as max_num_seqs full
-// sequences could ever use, or what is left. Fails with the arithmetic when not even one sequence of max_model_len fits.
+// sequences could ever use, or what is left. Fails with the arithmetic when not even one sequence of max_model_len
+// fits.
 Result<Capacity> plan_capacity(const ModelConfig& config, const CapacityOptions& options);
 
 // Memory this process may use: the cgroup limit where there is one, else physical memory.

@@ -25,9 +25,8 @@ double decode_step_bytes(const ModelConfig& config, int64_t batch, int64_t conte
     const auto bytes = static_cast<double>(storage_bytes(spec.dtypes.front(), spec.shape));
     (spec.component == Component::kRouted ? routed : dense) += bytes;
   }
-  const double drawn = config.num_experts > 0
-                           ? expected_distinct_experts(config, batch) / static_cast<double>(config.num_experts)
-                           : 0.0;
+  const double drawn =
+      config.num_experts > 0 ? expected_distinct_experts(config, batch) / static_cast<double>(config.num_experts) : 0.0;
   const auto b = static_cast<double>(batch);
   const double state = 2.0 * b * static_cast<double>(slot_bytes(config));
   const double latents = b * static_cast<double>(context) * static_cast<double>(block_bytes(config, 1));
