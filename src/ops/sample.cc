@@ -73,8 +73,7 @@ Tensor build_probs(const Case& c, CaseData& data) {
   return probs;
 }
 
-template <class T>
-Cost row_cost(const T& in, const T& out, double flops) {
+Cost row_cost(const Tensor& in, const Tensor& out, double flops) {
   return {flops * static_cast<double>(in.count()), bytes_of(in) + bytes_of(out)};
 }
 
@@ -135,14 +134,14 @@ Status check_top_k(const TopKRenormArgs& a) { return check_filter("top_k_renorm"
 Status check_top_p(const TopPRenormArgs& a) { return check_filter("top_p_renorm", a.probs, a.p); }
 Status check_min_p(const MinPRenormArgs& a) { return check_filter("min_p_renorm", a.probs, a.min_p); }
 
-template <class Args>
-std::string describe_filter(const Args& a) {
-  return fmt::format("probs={}", a.probs.describe());
-}
-template <class Args>
-Cost cost_filter(const Args& a) {
-  return row_cost(a.probs, a.probs, 4);
-}
+std::string describe_probs(const Tensor& probs) { return fmt::format("probs={}", probs.describe()); }
+std::string describe_top_k(const TopKRenormArgs& a) { return describe_probs(a.probs); }
+std::string describe_top_p(const TopPRenormArgs& a) { return describe_probs(a.probs); }
+std::string describe_min_p(const MinPRenormArgs& a) { return describe_probs(a.probs); }
+
+Cost cost_top_k(const TopKRenormArgs& a) { return row_cost(a.probs, a.probs, 4); }
+Cost cost_top_p(const TopPRenormArgs& a) { return row_cost(a.probs, a.probs, 4); }
+Cost cost_min_p(const MinPRenormArgs& a) { return row_cost(a.probs, a.probs, 4); }
 
 // The rule of all three filters: a row that is not finite becomes zero, else values below threshold(sorted row) go.
 template <class Threshold>
@@ -248,7 +247,7 @@ Status check_draw(const DrawArgs& a) {
       .match("ids", a.ids, {DType::kI32}, {rows})
       .status();
 }
-std::string describe_draw(const DrawArgs& a) { return fmt::format("probs={}", a.probs.describe()); }
+std::string describe_draw(const DrawArgs& a) { return describe_probs(a.probs); }
 Cost cost_draw(const DrawArgs& a) { return row_cost(a.probs, a.ids, 2); }
 
 void draw_reference(const DrawArgs& a) {
@@ -392,8 +391,8 @@ constinit const Op<SoftmaxArgs> kSoftmax{{.name = "softmax",
 
 constinit const Op<TopKRenormArgs> kTopKRenorm{{.name = "top_k_renorm",
                                                 .check = check_top_k,
-                                                .describe = describe_filter<TopKRenormArgs>,
-                                                .cost = cost_filter<TopKRenormArgs>,
+                                                .describe = describe_top_k,
+                                                .cost = cost_top_k,
                                                 .reference = top_k_reference,
                                                 .cases = vocab_cases,
                                                 .random_case = random_vocab,
@@ -403,8 +402,8 @@ constinit const Op<TopKRenormArgs> kTopKRenorm{{.name = "top_k_renorm",
 
 constinit const Op<TopPRenormArgs> kTopPRenorm{{.name = "top_p_renorm",
                                                 .check = check_top_p,
-                                                .describe = describe_filter<TopPRenormArgs>,
-                                                .cost = cost_filter<TopPRenormArgs>,
+                                                .describe = describe_top_p,
+                                                .cost = cost_top_p,
                                                 .reference = top_p_reference,
                                                 .cases = vocab_cases,
                                                 .random_case = random_vocab,
@@ -414,8 +413,8 @@ constinit const Op<TopPRenormArgs> kTopPRenorm{{.name = "top_p_renorm",
 
 constinit const Op<MinPRenormArgs> kMinPRenorm{{.name = "min_p_renorm",
                                                 .check = check_min_p,
-                                                .describe = describe_filter<MinPRenormArgs>,
-                                                .cost = cost_filter<MinPRenormArgs>,
+                                                .describe = describe_min_p,
+                                                .cost = cost_min_p,
                                                 .reference = min_p_reference,
                                                 .cases = vocab_cases,
                                                 .random_case = random_vocab,
