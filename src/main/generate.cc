@@ -4,6 +4,7 @@
 #include <deque>
 #include <mutex>
 #include <random>
+#include <utility>
 
 #include "engine/local_engine.h"
 #include "main/commands.h"
@@ -52,7 +53,8 @@ Result<Prompt> make_prompt(const GenerateOptions& o, const Tokenizer& tokenizer)
   const Json request = json->is_array() ? Json::object({{"messages", *json}}) : *json;
   ApiCall call;
   if (const auto error = render_prompt(request, ServedModel{}, tokenizer, call)) {
-    return invalid_argument("{}: {}{}", o.messages_path, error->param.empty() ? "" : error->param + ": ", error->message);
+    return invalid_argument("{}: {}{}", o.messages_path, error->param.empty() ? "" : error->param + ": ",
+                            error->message);
   }
   return Prompt{call.prompts.front().ids, call.parser};
 }
@@ -71,17 +73,27 @@ Json message_json(const ReplyMessage& message) {
   return json;
 }
 
-// What the reply's parts look like on a terminal.
-void print_events(const std::vector<ReplyEvent>& events) {
-  for (const ReplyEvent& e : events) {
-    if (e.kind == ReplyEvent::Kind::kCall) {
-      fmt::print("\n[call {}: {}] ", e.call_index + 1, e.text);
-    } else {
-      fmt::print("{}", e.text);
+// What the reply's parts look like on a terminal: an empty line between reasoning and what follows it.
+class Terminal {
+ public:
+  void print(const std::vector<ReplyEvent>& events) {
+    for (const ReplyEvent& e : events) {
+      if (e.kind == ReplyEvent::Kind::kReasoning) in_reasoning_ = true;
+      if (e.kind != ReplyEvent::Kind::kReasoning && std::exchange(in_reasoning_, false)) fmt::print("\n\n");
+      if (e.kind == ReplyEvent::Kind::kCall) {
+        fmt::print("{}[call {}: {}] ", std::exchange(at_start_, false) ? "" : "\n", e.call_index + 1, e.text);
+      } else {
+        fmt::print("{}", e.text);
+        at_start_ = false;
+      }
     }
+    std::fflush(stdout);
   }
-  std::fflush(stdout);
-}
+
+ private:
+  bool in_reasoning_ = false;
+  bool at_start_ = true;
+};
 
 struct Reply {
   std::vector<int32_t> ids;
@@ -95,6 +107,7 @@ Result<Reply> collect(EventQueue& queue, const Tokenizer& tokenizer, const Promp
   if (prompt.chat) parser.emplace(tokenizer, *prompt.chat);
   Utf8Stream utf8;
   std::vector<ReplyEvent> events;
+  Terminal terminal;
   do {
     reply.last = queue.pop();
     for (const SampledToken& token : reply.last.tokens) {
@@ -106,13 +119,13 @@ Result<Reply> collect(EventQueue& queue, const Tokenizer& tokenizer, const Promp
         std::fflush(stdout);
       }
     }
-    if (print) print_events(events);
+    if (print) terminal.print(events);
     events.clear();
   } while (reply.last.finish == FinishReason::kNone);
   if (!reply.last.error.ok()) return reply.last.error;
   if (parser) reply.message = parser->finish(events);
   if (print) {
-    print_events(events);
+    terminal.print(events);
     fmt::print("{}\n", utf8.flush());
   }
   return reply;
@@ -131,11 +144,12 @@ Json reply_json(const Reply& reply, const Tokenizer& tokenizer) {
       {"usage", Json::object({{"prompt_tokens", reply.last.num_prompt_tokens},
                               {"completion_tokens", generated},
                               {"total_tokens", reply.last.num_prompt_tokens + generated}})},
-      {"timings", Json::object({{"queue_seconds", t.queue_seconds},
-                                {"prefill_seconds", t.prefill_seconds},
-                                {"decode_seconds", t.decode_seconds},
-                                {"prompt_tokens_per_second", reply.last.num_prompt_tokens / std::max(t.prefill_seconds, 1e-9)},
-                                {"tokens_per_second", generated > 1 ? static_cast<double>(generated - 1) / seconds : 0.0}})},
+      {"timings",
+       Json::object({{"queue_seconds", t.queue_seconds},
+                     {"prefill_seconds", t.prefill_seconds},
+                     {"decode_seconds", t.decode_seconds},
+                     {"prompt_tokens_per_second", reply.last.num_prompt_tokens / std::max(t.prefill_seconds, 1e-9)},
+                     {"tokens_per_second", generated > 1 ? static_cast<double>(generated - 1) / seconds : 0.0}})},
   });
   if (reply.message) {
     json.set("message", message_json(*reply.message));
@@ -151,7 +165,8 @@ Status generate_command(const GenerateOptions& o) {
   MOAT_ASSIGN(const Prompt prompt, make_prompt(o, tokenizer));
   MOAT_ASSIGN(SamplingParams sampling, load_sampling_defaults(o.model.model_dir));
   MOAT_ASSIGN(OpenModel open, open_model(o.model));
-  MOAT_ASSIGN(EngineParts parts, make_engine_parts(*open.loaded, {.max_num_seqs = 1, .reference = open.reference}, *open.pool));
+  MOAT_ASSIGN(EngineParts parts,
+              make_engine_parts(*open.loaded, {.max_num_seqs = 1, .reference = open.reference}, *open.pool));
   LocalEngine engine(std::move(parts), 1);
 
   if (o.temperature) sampling.temperature = *o.temperature;
@@ -160,7 +175,8 @@ Status generate_command(const GenerateOptions& o) {
   sampling.ignore_eos = o.ignore_eos;
   const int64_t room = engine.info().max_model_len - static_cast<int64_t>(prompt.ids.size());
   if (room < 1) {
-    return invalid_argument("the prompt has {} tokens, the context is {}", prompt.ids.size(), engine.info().max_model_len);
+    return invalid_argument("the prompt has {} tokens, the context is {}", prompt.ids.size(),
+                            engine.info().max_model_len);
   }
   sampling.max_tokens = static_cast<int32_t>(std::min<int64_t>(o.max_tokens, room));
 

@@ -10,7 +10,8 @@ Status logits_command(const LogitsOptions& o) {
   MOAT_ASSIGN(const std::string text, read_input(o.ids_path));
   Result<Json> json = parse_json(text);
   if (!json.ok()) return json.status().with_prefix(o.ids_path);
-  if (!json->is_array()) return invalid_argument("{}: a {}, expected a list of lists of ids", o.ids_path, json->type_name());
+  if (!json->is_array())
+    return invalid_argument("{}: a {}, expected a list of lists of ids", o.ids_path, json->type_name());
   MOAT_ASSIGN(OpenModel open, open_model(o.model));
   const int64_t vocab = open.loaded->config.vocab_size;
 
@@ -24,11 +25,11 @@ Status logits_command(const LogitsOptions& o) {
     longest = std::max(longest, count);
     prompts.push_back(std::move(ids));
   }
-  MOAT_ASSIGN(const auto runner, SequenceLogits::create(*open.loaded,
-                                                        {.reference = open.reference,
-                                                         .max_tokens = longest,
-                                                         .chunk = std::min(o.chunk, longest)},
-                                                        *open.pool));
+  MOAT_ASSIGN(
+      const auto runner,
+      SequenceLogits::create(*open.loaded,
+                             {.reference = open.reference, .max_tokens = longest, .chunk = std::min(o.chunk, longest)},
+                             *open.pool));
   MOAT_ASSIGN(SafetensorsWriter writer, SafetensorsWriter::create(o.out_path, std::move(tensors)));
   for (const auto& ids : prompts) {
     Status written;

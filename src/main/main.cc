@@ -179,6 +179,12 @@ int run_main(int argc, char** argv) {
   add_text_commands(root, run);
   add_ops(root, run);
   add_bench(root, run);
+  // Flags of a command that does not exist would only be reported as a missing command.
+  const auto is_named = [&](const CLI::App* command) { return command->get_name() == argv[1]; };
+  if (argc > 1 && argv[1][0] != '-' && root.get_subcommands(is_named).empty()) {
+    std::fprintf(stderr, "moat: no command %s; moat --help lists them\n", argv[1]);
+    return 1;
+  }
   CLI11_PARSE(root, argc, argv);
   set_log_level(log_level == "debug"  ? LogLevel::kDebug
                 : log_level == "info" ? LogLevel::kInfo

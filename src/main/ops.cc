@@ -33,8 +33,8 @@ void print_entry(const KernelPlan::Entry& entry) {
       fmt::print("  rejected  {:<32} {}\n", c.kernel, *c.reject);
     } else {
       chosen = true;
-      fmt::print("  CHOSEN    {:<32} {}  {} call{}, {:.3g} MB, {:.3g} MFLOP\n", c.kernel, tier_name(c.tier), entry.calls,
-                 entry.calls == 1 ? "" : "s", entry.cost.bytes / 1e6, entry.cost.flops / 1e6);
+      fmt::print("  CHOSEN    {:<32} {}  {} call{}, {:.3g} MB, {:.3g} MFLOP\n", c.kernel, tier_name(c.tier),
+                 entry.calls, entry.calls == 1 ? "" : "s", entry.cost.bytes / 1e6, entry.cost.flops / 1e6);
     }
   }
 }

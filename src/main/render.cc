@@ -15,7 +15,8 @@ Status render_command(const RenderOptions& o) {
     return invalid_argument("{}{}", error->param.empty() ? "" : error->param + ": ", error->message);
   }
   const std::vector<int32_t>& ids = call.prompts.front().ids;
-  fmt::print("{}\n", Json::object({{"ids", Json::Array(ids.begin(), ids.end())}, {"text", tokenizer.decode(ids)}}).dump());
+  fmt::print("{}\n",
+             Json::object({{"ids", Json::Array(ids.begin(), ids.end())}, {"text", tokenizer.decode(ids)}}).dump());
   return {};
 }
 

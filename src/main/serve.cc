@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <optional>
@@ -44,6 +45,22 @@ class Signals {
   sigset_t set_{};
 };
 
+// While the model loads, a signal ends the process at once: no request is under way, and loading may take minutes.
+class ExitOnSignal {
+ public:
+  explicit ExitOnSignal(const Signals& signals)
+      : thread_([&signals](const std::stop_token& loaded) {
+          while (!loaded.stop_requested()) {
+            if (!signals.wait_for(std::chrono::milliseconds(20))) continue;
+            log_info("stopped while loading");
+            std::_Exit(0);
+          }
+        }) {}
+
+ private:
+  std::jthread thread_;
+};
+
 std::string default_name(const std::string& model_dir) {
   const std::filesystem::path path = std::filesystem::path(model_dir).lexically_normal();
   return path.has_filename() ? path.filename().string() : path.parent_path().filename().string();
@@ -68,7 +85,8 @@ void print_greeting(const ServeOptions& o, const ApiServer& server, const std::s
   fmt::print(
       "\n{} is served on http://{}:{}   (Ctrl-C stops it)\n\n"
       "  curl http://{}:{}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-      "    -d '{{\"model\": \"{}\", \"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}], "
+      "    -d '{{\"model\": \"{}\", \"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of "
+      "France?\"}}], "
       "\"temperature\": 0}}'\n\n",
       name, o.host, server.port(), o.host, server.port(), name);
   std::fflush(stdout);
@@ -78,6 +96,7 @@ void print_greeting(const ServeOptions& o, const ApiServer& server, const std::s
 
 Status serve_command(const ServeOptions& o) {
   const Signals signals;
+  std::optional<ExitOnSignal> while_loading(signals);
   MOAT_ASSIGN(const SamplingParams defaults, load_sampling_defaults(o.model.model_dir));
   MOAT_ASSIGN(const Tokenizer tokenizer, Tokenizer::load(o.model.model_dir));
   if (!tokenizer.has_xtml()) {
@@ -92,8 +111,8 @@ Status serve_command(const ServeOptions& o) {
 
   MOAT_ASSIGN(OpenModel open, open_model(o.model));
   if (tokenizer.vocab_size() != open.loaded->config.vocab_size) {
-    return data_loss("{}: the tokenizer has {} ids, the model's vocabulary {}", o.model.model_dir, tokenizer.vocab_size(),
-                     open.loaded->config.vocab_size);
+    return data_loss("{}: the tokenizer has {} ids, the model's vocabulary {}", o.model.model_dir,
+                     tokenizer.vocab_size(), open.loaded->config.vocab_size);
   }
   MOAT_ASSIGN(EngineParts parts, make_engine_parts(*open.loaded,
                                                    {.max_model_len = o.max_model_len,
@@ -105,6 +124,7 @@ Status serve_command(const ServeOptions& o) {
                                                    *open.pool));
   fmt::print("memory:\n{}{}\n", parts.capacity.table(), parts.runner->kernel_plan().summary());
   LocalEngine engine(std::move(parts), o.max_queued);
+  while_loading.reset();
   server.set_model(engine, tokenizer);
   log_info("ready model={} host={} port={} max_model_len={} max_num_seqs={}", name, o.host, server.port(),
            engine.info().max_model_len, engine.info().max_num_seqs);

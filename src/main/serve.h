@@ -15,10 +15,10 @@ struct ServeOptions {
   ModelOptions model;
   std::string host = "127.0.0.1";
   int port = 8080;
-  std::string served_name;            // empty: the last part of the model directory
+  std::string served_name;  // empty: the last part of the model directory
   std::vector<std::string> aliases;
   std::vector<std::string> api_keys;
-  int64_t max_model_len = 0;          // 0: the model's
+  int64_t max_model_len = 0;  // 0: the model's
   int64_t max_num_seqs = 64;
   int64_t max_batched_tokens = 2048;
   int64_t max_queued = 256;

@@ -1,0 +1,471 @@
+// SPDX-License-Identifier: Apache-2.0
+// `moat serve` as a process with the embedded model, over real HTTP: what it answers, that batch mates do not show, and
+// how it ends. The protocol's corners are in server_test.cc.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <thread>
+
+#include "chat_goldens.h"
+#include "golden_file.h"
+#include "process.h"
+#include "server_harness.h"
+
+namespace moat {
+namespace {
+
+using test::golden_dir;
+using test::GoldenFile;
+using test::Process;
+using test::run_moat;
+
+std::string nano_dir() { return test::source_dir() + "/models/moat-nano"; }
+
+const GoldenFile& goldens() {
+  static const GoldenFile file(golden_dir() + "/moat-nano/golden.safetensors");
+  return file;
+}
+
+// A served moat-nano on a port of its own.
+class Server {
+ public:
+  explicit Server(const std::vector<std::string>& more = {}) : process_(arguments(more)) {
+    static constexpr std::string_view kMark = "is served on http://127.0.0.1:";
+    EXPECT_TRUE(Harness::eventually([&] {
+      const std::string out = process_.out();
+      const size_t at = out.find(kMark);
+      if (at != std::string::npos && out.find("\n\n", at) != std::string::npos) {
+        port_ = std::stoi(out.substr(at + kMark.size()));
+      }
+      return port_ != 0 || !process_.running();
+    })) << "no greeting";
+    EXPECT_NE(port_, 0) << process_.out() << process_.err();
+  }
+
+  int port() const { return port_; }
+  Process& process() { return process_; }
+  RawResponse get(const std::string& path) const { return fetch(port_, "GET", path); }
+  RawResponse post(const std::string& path, const Json& body) const { return fetch(port_, "POST", path, body.dump()); }
+  Json chat(const Json& body) const { return answer("/v1/chat/completions", body); }
+  Json complete(const Json& body) const { return answer("/v1/completions", body); }
+
+  double metric(const std::string& name) const {
+    const std::string text = get("/metrics").body;
+    const size_t at = text.find("\n" + name + " ");
+    EXPECT_NE(at, std::string::npos) << name << " is not in\n" << text;
+    return at == std::string::npos ? -1 : std::stod(text.substr(at + name.size() + 2));
+  }
+  bool idle() const {
+    return metric("moat_requests_running") + metric("moat_requests_waiting") + metric("moat_cache_blocks_used") +
+               metric("moat_state_slots_used") ==
+           0;
+  }
+
+ private:
+  static std::vector<std::string> arguments(const std::vector<std::string>& more) {
+    std::vector<std::string> list = {"serve", "-m", nano_dir(), "--port", "0"};
+    list.insert(list.end(), more.begin(), more.end());
+    return list;
+  }
+  Json answer(const std::string& path, const Json& body) const {
+    const RawResponse response = post(path, body);
+    EXPECT_EQ(response.status, 200) << response.body;
+    return parsed(response.body);
+  }
+
+  Process process_;
+  int port_ = 0;
+};
+
+class Serve : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() { server_ = new Server; }
+  static void TearDownTestSuite() {
+    EXPECT_TRUE(Harness::eventually([] { return server_->idle(); })) << server_->get("/metrics").body;
+    server_->process().signal(SIGTERM);
+    EXPECT_EQ(server_->process().wait_for(std::chrono::seconds(120)), 0) << server_->process().err();
+    delete server_;
+  }
+  static Server& server() { return *server_; }
+
+ private:
+  static Server* server_;
+};
+Server* Serve::server_ = nullptr;
+
+Json with(Json request, std::initializer_list<Json::Member> members) {
+  for (const auto& [key, value] : members) request.set(key, value);
+  return request;
+}
+
+Json greedy_request(int index) {
+  for (test::GreedyChat& chat : test::greedy_chats()) {
+    if (chat.index == index) return std::move(chat.request);
+  }
+  ADD_FAILURE() << "no request " << index;
+  return {};
+}
+
+Json capital_of_france() { return Json::object({{"messages", user_messages("What is the capital of France?")}}); }
+
+Ids ids_of(const Json& list) {
+  Ids ids;
+  for (const Json& id : items(list)) ids.push_back(static_cast<int32_t>(number(id)));
+  return ids;
+}
+
+Json as_json(const Ids& ids) { return Json::Array(ids.begin(), ids.end()); }
+
+// ------------------------------------------------------------------------------------------------- answers
+
+TEST_F(Serve, AnswersAsGenerateDoes) {
+  const Json reply = server().chat(with(capital_of_france(), {{"temperature", 0}, {"return_token_ids", true}}));
+  const test::Finished generated = run_moat(
+      {"generate", "-m", nano_dir(), "--messages", "-", "--max-tokens", "8000", "--temperature", "0", "--json"},
+      capital_of_france().dump());
+  ASSERT_EQ(generated.status, 0) << generated.err;
+  const Json local = parsed(generated.out);
+  EXPECT_NE(at(reply, "choices", 0, "message", "content").dump().find("Paris"), std::string::npos) << reply.dump();
+  for (const char* key : {"content", "reasoning_content"}) {
+    EXPECT_EQ(at(reply, "choices", 0, "message", key), at(local, "message", key));
+  }
+  EXPECT_EQ(at(reply, "choices", 0, "token_ids"), at(local, "ids"));
+  EXPECT_EQ(at(reply, "choices", 0, "finish_reason"), at(local, "finish_reason"));
+  for (const char* key : {"prompt_tokens", "completion_tokens", "total_tokens"}) {
+    EXPECT_EQ(at(reply, "usage", key), at(local, "usage", key)) << key;
+  }
+}
+
+TEST_F(Serve, TheModelHasTheNameOfItsDirectory) {
+  EXPECT_EQ(at(parsed(server().get("/v1/models").body), "data", 0, "id"), Json("moat-nano"));
+  EXPECT_EQ(at(server().chat(with(capital_of_france(), {{"max_tokens", 1}})), "model"), Json("moat-nano"));
+  EXPECT_EQ(server().get("/ready").status, 200);
+  EXPECT_EQ(server().get("/health").status, 200);
+}
+
+TEST_F(Serve, AllGreedyGoldens) {
+  for (int i = 0; i < 8; ++i) {
+    const std::string name = fmt::format("greedy{}", i);
+    const Json reply = server().complete(Json::object({{"prompt", as_json(goldens().ints(name + ".prompt"))},
+                                                       {"temperature", 0},
+                                                       {"max_tokens", 64},
+                                                       {"ignore_eos", true},
+                                                       {"return_token_ids", true}}));
+    EXPECT_EQ(ids_of(at(reply, "choices", 0, "token_ids")), goldens().ints(name + ".ids")) << name;
+  }
+}
+
+TEST_F(Serve, GoldenTopLogprobs) {
+  float worst = 0;
+  for (const auto& [index, request] : test::greedy_chats()) {
+    const std::string name = fmt::format("greedy{}", index);
+    const Json reply = server().chat(with(request, {{"temperature", 0},
+                                                    {"max_tokens", 64},
+                                                    {"ignore_eos", true},
+                                                    {"logprobs", true},
+                                                    {"top_logprobs", 10},
+                                                    {"return_token_ids", true}}));
+    EXPECT_EQ(ids_of(at(reply, "prompt_token_ids")), goldens().ints(name + ".prompt"));
+    EXPECT_EQ(ids_of(at(reply, "choices", 0, "token_ids")), goldens().ints(name + ".ids"));
+    const Json::Array content = items(at(reply, "choices", 0, "logprobs", "content"));
+    const Tensor want = goldens().tensor(name + ".top_logprobs");
+    ASSERT_EQ(content.size(), 64U);
+    for (size_t t = 0; t < content.size(); ++t) {
+      for (size_t k = 0; k < 10; ++k) {
+        const Json got = at(content[t], "top_logprobs", static_cast<int>(k), "logprob");
+        ASSERT_TRUE(got.is_number());
+        worst = std::max(worst, std::fabs(static_cast<float>(got.as_double()) - want.f32()[t * 10 + k]));
+      }
+    }
+  }
+  fmt::print("top-10 log-probabilities through HTTP: largest error {:.2g}\n", worst);
+  EXPECT_LT(worst, 3e-4F);
+}
+
+TEST_F(Serve, StreamsAddUpToTheWholeAnswer) {
+  std::vector<Json> requests;
+  for (const int index : {0, 1, 2, 4, 7}) requests.push_back(with(greedy_request(index), {{"temperature", 0}}));
+  requests.push_back(with(greedy_request(7), {{"temperature", 1}, {"seed", 11}, {"max_tokens", 80}}));
+  requests.push_back(with(greedy_request(0), {{"temperature", 0}, {"max_tokens", 12}}));
+  for (Json& request : requests) {
+    request.set("return_token_ids", true);
+    const Json whole = server().chat(request);
+    const Json options = Json::object({{"include_usage", true}});
+    const RawResponse stream =
+        server().post("/v1/chat/completions", with(request, {{"stream", true}, {"stream_options", options}}));
+    ASSERT_EQ(stream.status, 200) << stream.body;
+    EXPECT_TRUE(stream.complete);
+    const Summed sum = sum_stream(stream.body, 1).front();
+    const Json choice = at(whole, "choices", 0);
+    const auto text = [&](const char* key) {
+      const Json value = at(choice, "message", key);
+      return value.is_string() ? value.as_string() : "";
+    };
+    EXPECT_EQ(sum.content, text("content"));
+    EXPECT_EQ(sum.reasoning, text("reasoning_content"));
+    EXPECT_EQ(Json(sum.finish), at(choice, "finish_reason"));
+    EXPECT_EQ(sum.token_ids, ids_of(at(choice, "token_ids")));
+    const Json::Array calls = items(at(choice, "message", "tool_calls"));
+    ASSERT_EQ(sum.names.size(), calls.size());
+    for (size_t i = 0; i < calls.size(); ++i) {
+      EXPECT_EQ(Json(sum.names[i]), at(calls[i], "function", "name"));
+      EXPECT_EQ(Json(sum.arguments[i]), at(calls[i], "function", "arguments"));
+    }
+    const std::vector<std::string> events = sse_data(stream.body);
+    ASSERT_GE(events.size(), 2U);
+    EXPECT_EQ(at(parsed(events[events.size() - 2]), "usage"), at(whole, "usage"));
+  }
+}
+
+TEST_F(Serve, ToolCallRoundTrip) {
+  Json request = with(greedy_request(4), {{"temperature", 0}});
+  const Json first = at(server().chat(request), "choices", 0);
+  EXPECT_EQ(at(first, "finish_reason"), Json("tool_calls"));
+  ASSERT_EQ(items(at(first, "message", "tool_calls")).size(), 1U) << first.dump();
+  const Json call = at(first, "message", "tool_calls", 0);
+  EXPECT_EQ(at(call, "type"), Json("function"));
+  EXPECT_EQ(at(call, "function", "name"), Json("get_weather"));
+  EXPECT_EQ(parsed(at(call, "function", "arguments").as_string()), Json::object({{"city", "Paris"}}));
+
+  Json messages = at(request, "messages");
+  messages.push_back(at(first, "message"));
+  messages.push_back(Json::object({{"role", "tool"},
+                                   {"tool_call_id", at(call, "id")},
+                                   {"content", R"({"city": "Paris", "temperature": 21, "condition": "sunny"})"}}));
+  request.set("messages", messages);
+  const Json second = at(server().chat(request), "choices", 0);
+  EXPECT_EQ(at(second, "finish_reason"), Json("stop"));
+  const std::string content = at(second, "message", "content").as_string();
+  for (const char* part : {"sunny", "Paris", "21"}) EXPECT_NE(content.find(part), std::string::npos) << content;
+}
+
+TEST_F(Serve, UsageCountsTokens) {
+  for (const int index : {0, 2, 4}) {
+    const Json request = greedy_request(index);
+    const Json reply = server().chat(with(request, {{"temperature", 0}, {"return_token_ids", true}}));
+    const Json tokenized = parsed(server().post("/tokenize", request).body);
+    const auto prompt = static_cast<int64_t>(items(at(reply, "prompt_token_ids")).size());
+    const Ids generated = ids_of(at(reply, "choices", 0, "token_ids"));
+    const auto completion = static_cast<int64_t>(generated.size());
+    EXPECT_EQ(at(tokenized, "tokens"), at(reply, "prompt_token_ids"));
+    EXPECT_EQ(at(tokenized, "count"), Json(prompt));
+    EXPECT_EQ(at(reply, "usage", "prompt_tokens"), Json(prompt));
+    EXPECT_EQ(at(reply, "usage", "completion_tokens"), Json(completion));
+    EXPECT_EQ(at(reply, "usage", "total_tokens"), Json(prompt + completion));
+    const int64_t reasoning = number(at(reply, "usage", "completion_tokens_details", "reasoning_tokens"));
+    EXPECT_GE(reasoning, 0);
+    EXPECT_LT(reasoning, completion);
+    EXPECT_EQ(reasoning > 0, at(reply, "choices", 0, "message", "reasoning_content").is_string()) << reply.dump();
+    EXPECT_EQ(generated.back(), kEndOfMsg);
+  }
+}
+
+TEST_F(Serve, EightAtOnceEqualEachAlone) {
+  std::vector<Json> requests;
+  for (int i = 0; i < 16; ++i) {
+    const bool sampled = i >= 8;
+    Json request = Json::object({{"prompt", as_json(goldens().ints(fmt::format("greedy{}.prompt", i % 8)))},
+                                 {"temperature", sampled ? 1 : 0},
+                                 {"max_tokens", 24 + 5 * (i % 8)},
+                                 {"ignore_eos", true},
+                                 {"return_token_ids", true}});
+    if (sampled) request.set("seed", 1000 + i);
+    requests.push_back(std::move(request));
+  }
+  std::vector<Json> alone;
+  for (const Json& request : requests) alone.push_back(at(server().complete(request), "choices"));
+  for (size_t first = 0; first < requests.size(); first += 8) {
+    std::vector<Json> together(8);
+    std::vector<std::thread> clients;
+    for (size_t i = 0; i < 8; ++i) {
+      clients.emplace_back([&, i] { together[i] = at(server().complete(requests[first + i]), "choices"); });
+    }
+    for (std::thread& client : clients) client.join();
+    for (size_t i = 0; i < 8; ++i) EXPECT_EQ(together[i], alone[first + i]) << "request " << first + i;
+  }
+  bool differ = false;  // where the model is sure of itself, a sample is the greedy reply
+  for (int i = 0; i < 8; ++i) differ |= at(alone[i], 0, "token_ids") != at(alone[i + 8], 0, "token_ids");
+  EXPECT_TRUE(differ) << "sampling has no effect";
+}
+
+TEST_F(Serve, LogprobsAreAlignedWithTokens) {
+  const Json reply = server().chat(with(
+      greedy_request(2), {{"temperature", 0}, {"logprobs", true}, {"top_logprobs", 5}, {"return_token_ids", true}}));
+  const Ids ids = ids_of(at(reply, "choices", 0, "token_ids"));
+  const Json::Array content = items(at(reply, "choices", 0, "logprobs", "content"));
+  ASSERT_EQ(content.size(), ids.size());
+  for (size_t t = 0; t < content.size(); ++t) {
+    std::string bytes;
+    for (const Json& byte : items(at(content[t], "bytes"))) bytes += static_cast<char>(number(byte));
+    EXPECT_EQ(bytes, nano().token_bytes(ids[t]));
+    EXPECT_LE(at(content[t], "logprob").as_double(), 0);
+    EXPECT_EQ(items(at(content[t], "top_logprobs")).size(), 5U);
+    // Greedy: the chosen token is the most likely one.
+    EXPECT_EQ(at(content[t], "top_logprobs", 0, "token"), at(content[t], "token"));
+    EXPECT_EQ(at(content[t], "top_logprobs", 0, "logprob"), at(content[t], "logprob"));
+    for (int k = 1; k < 5; ++k) {
+      EXPECT_LE(at(content[t], "top_logprobs", k, "logprob").as_double(),
+                at(content[t], "top_logprobs", k - 1, "logprob").as_double());
+    }
+  }
+  EXPECT_EQ(at(server().chat(greedy_request(2)), "choices", 0, "logprobs"), Json()) << "not asked for";
+}
+
+TEST_F(Serve, StopStrings) {
+  const Json request = with(greedy_request(2), {{"temperature", 0}, {"stop", Json::array({"zebra", "is Par"})}});
+  const Json cut = at(server().chat(request), "choices", 0);
+  EXPECT_EQ(at(cut, "message", "content"), Json("The capital of France "));
+  EXPECT_EQ(at(cut, "finish_reason"), Json("stop"));
+  const Json kept = at(server().chat(with(request, {{"include_stop_str_in_output", true}})), "choices", 0);
+  EXPECT_EQ(at(kept, "message", "content"), Json("The capital of France is Par"));
+  const RawResponse stream = server().post("/v1/chat/completions", with(request, {{"stream", true}}));
+  EXPECT_EQ(sum_stream(stream.body, 1).front().content, "The capital of France ");
+}
+
+TEST_F(Serve, LimitsOfLength) {
+  const Json cut = server().chat(with(greedy_request(0), {{"temperature", 0}, {"max_tokens", 5}}));
+  EXPECT_EQ(at(cut, "choices", 0, "finish_reason"), Json("length"));
+  EXPECT_EQ(at(cut, "usage", "completion_tokens"), Json(5));
+}
+
+// What a prompt leaves of the context bounds the reply.
+TEST(ServeFlags, MaxModelLen) {
+  const Server server({"--max-model-len", "300", "--served-model-name", "tiny", "--alias", "small"});
+  const Json full = server.complete(Json::object(
+      {{"model", "small"}, {"prompt", as_json(Ids(250, 305))}, {"max_tokens", 1000}, {"ignore_eos", true}}));
+  EXPECT_EQ(at(full, "usage", "total_tokens"), Json(300));
+  EXPECT_EQ(at(full, "choices", 0, "finish_reason"), Json("length"));
+
+  std::string text;
+  for (int i = 0; i < 300; ++i) text += " the";
+  const RawResponse refused =
+      server.post("/v1/chat/completions", Json::object({{"model", "tiny"}, {"messages", user_messages(text)}}));
+  EXPECT_EQ(refused.status, 400);
+  EXPECT_EQ(at(parsed(refused.body), "error", "code"), Json("context_length_exceeded")) << refused.body;
+  EXPECT_NE(refused.body.find("300"), std::string::npos) << refused.body;
+
+  const RawResponse unknown = server.post("/v1/chat/completions", with(capital_of_france(), {{"model", "moat-nano"}}));
+  EXPECT_EQ(unknown.status, 404);
+}
+
+TEST(ServeFlags, ApiKey) {
+  const Server server({"--api-key", "secret"});
+  const std::string body = with(capital_of_france(), {{"max_tokens", 1}}).dump();
+  EXPECT_EQ(fetch(server.port(), "POST", "/v1/chat/completions", body).status, 401);
+  EXPECT_EQ(fetch(server.port(), "POST", "/v1/chat/completions", body, "Authorization: Bearer secret\r\n").status, 200);
+}
+
+// ------------------------------------------------------------------------------------------ clients that go
+
+// Starts a long stream and reads its first words.
+void begin_stream(RawClient& client, int max_tokens) {
+  const Json request = Json::object({{"prompt", as_json(goldens().ints("greedy7.prompt"))},
+                                     {"temperature", 1},
+                                     {"seed", 5},
+                                     {"max_tokens", max_tokens},
+                                     {"ignore_eos", true},
+                                     {"stream", true}});
+  client.request("POST", "/v1/completions", request.dump());
+  EXPECT_NE(client.read_until("\"text\":"), "");
+}
+
+// A client process that dies without a word: the kernel closes its connection.
+TEST_F(Serve, AKilledClientFreesItsSlots) {
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const int port = server().port();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    RawClient one(port), other(port);
+    begin_stream(one, 8000);
+    begin_stream(other, 8000);
+    ::_exit(::write(ready[1], "x", 1) == 1 && ::pause() != 0 ? 0 : 1);
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  EXPECT_EQ(server().metric("moat_requests_running"), 2);
+  EXPECT_GE(server().metric("moat_state_slots_used"), 2);
+  EXPECT_GT(server().metric("moat_cache_blocks_used"), 0);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  ::close(ready[0]);
+  ::close(ready[1]);
+  EXPECT_TRUE(Harness::eventually([] { return server().idle(); })) << server().get("/metrics").body;
+  EXPECT_LT(server().metric("moat_generated_tokens_total"), 16000) << "the streams ran to their end";
+}
+
+TEST_F(Serve, AClientThatLeavesDuringPrefillFreesItsSlots) {
+  for (int i = 0; i < 3; ++i) {
+    RawClient client(server().port());
+    const Json request = Json::object({{"prompt", as_json(Ids(3000, 300 + i))}, {"max_tokens", 1000}});
+    client.request("POST", "/v1/completions", request.dump());
+    EXPECT_TRUE(Harness::eventually([] { return server().metric("moat_state_slots_used") > 0; }));
+  }
+  EXPECT_TRUE(Harness::eventually([] { return server().idle(); })) << server().get("/metrics").body;
+}
+
+// ----------------------------------------------------------------------------------------------- the end
+
+TEST(ServeEnd, TermDrains) {
+  Server server({"--drain-seconds", "600"});
+  RawClient client(server.port());
+  begin_stream(client, 1500);
+  server.process().signal(SIGTERM);
+  EXPECT_TRUE(Harness::eventually([&] { return server.get("/ready").status == 503; }));
+  EXPECT_EQ(server.get("/health").status, 200);
+  const RawResponse refused = server.post("/v1/chat/completions", capital_of_france());
+  EXPECT_EQ(refused.status, 503);
+  EXPECT_EQ(refused.headers.count("retry-after"), 1U);
+  EXPECT_NE(client.read_until("\"finish_reason\":\"length\""), "") << "the stream was cut";
+  EXPECT_NE(client.read_until("data: [DONE]\n\n"), "");
+  EXPECT_EQ(server.process().wait_for(std::chrono::seconds(120)), 0) << server.process().err();
+  EXPECT_NE(server.process().err().find("blocks_used=0 slots_used=0"), std::string::npos) << server.process().err();
+}
+
+TEST(ServeEnd, ASecondSignalCutsTheDrainShort) {
+  for (const int second : {SIGTERM, SIGINT}) {
+    Server server({"--drain-seconds", "600"});
+    RawClient client(server.port());
+    begin_stream(client, 8000);
+    server.process().signal(SIGTERM);
+    EXPECT_TRUE(Harness::eventually([&] { return server.get("/ready").status == 503; }));
+    EXPECT_TRUE(server.process().running());
+    server.process().signal(second);
+    const std::string rest = client.read_until("data: {\"error\"");
+    EXPECT_NE(rest, "") << "no error event";
+    EXPECT_EQ(rest.find("[DONE]"), std::string::npos);
+    EXPECT_EQ(server.process().wait_for(std::chrono::seconds(120)), 0) << server.process().err();
+    EXPECT_NE(server.process().err().find("blocks_used=0 slots_used=0"), std::string::npos) << server.process().err();
+  }
+}
+
+TEST(ServeEnd, TheDrainHasALimit) {
+  Server server({"--drain-seconds", "0"});
+  RawClient client(server.port());
+  begin_stream(client, 8000);
+  server.process().signal(SIGINT);
+  EXPECT_NE(client.read_until("data: {\"error\""), "") << "no error event";
+  EXPECT_EQ(server.process().wait_for(std::chrono::seconds(120)), 0) << server.process().err();
+}
+
+// Whether it still loads or already serves: it ends, and says that it was asked to.
+TEST(ServeEnd, TermAtTheVeryBeginning) {
+  for (int delay_ms = 100; delay_ms < 300; delay_ms += 50) {
+    Process process({"serve", "-m", nano_dir(), "--port", "0"});
+    std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+    process.signal(SIGTERM);
+    const int status = process.wait_for(std::chrono::seconds(120));
+    EXPECT_TRUE(status == 0 || status == 128 + SIGTERM) << status << process.err();
+  }
+}
+
+TEST(ServeEnd, APortInUseIsNamed) {
+  const Server server;
+  Process second({"serve", "-m", nano_dir(), "--port", std::to_string(server.port())});
+  EXPECT_EQ(second.wait_for(std::chrono::seconds(120)), 1);
+  EXPECT_NE(second.err().find(std::to_string(server.port())), std::string::npos) << second.err();
+}
+
+}  // namespace
+}  // namespace moat
