@@ -78,7 +78,9 @@ Bytes snapshot(const CaseData& data) {
 
 void restore(const CaseData& data, const Bytes& bytes) {
   for (size_t o = 0; o < bytes.size(); ++o)
-    std::memcpy(data.outputs()[o].tensor.data, bytes[o].data(), bytes[o].size());
+    for (size_t o = 0; o < bytes.size(); ++o) {
+      std::copy(bytes[o].begin(), bytes[o].end(), static_cast<std::byte*>(data.outputs()[o].tensor.data));
+    }
 }
 
 // All rows of one op on one case, on the instruction set in force.
