@@ -165,10 +165,14 @@ void run_request(int port, Rng& rng, Totals& totals) {
     case 2:  // after the head
       EXPECT_EQ(client.response(true).status, 200);
       break;
-    default:  // after some events, or the last one
+    default: {  // after some events, or the last one
       EXPECT_EQ(client.response(true).status, 200);
-      for (uint64_t events = 1 + rng.below(30); events > 0 && !client.read_until("\n\n").empty(); --events) continue;
-      break;
+      std::string event = "-";
+      for (uint64_t left = 1 + rng.below(30); left > 0 && event.find("[DONE]") == std::string::npos; --left) {
+        event = client.read_until("\n\n");
+        EXPECT_NE(event, "") << "a stream was cut";
+      }
+    }
   }
   client.hang_up();
 }
