@@ -39,7 +39,9 @@ TEST(Plan, GoldenPlans) {
     ASSERT_TRUE(dry.ok()) << dry.status().message();
     const std::string path = fmt::format("{}/tests/plans/{}.txt", test::source_dir(), d.name);
     const std::string text = dry->plan.to_text();
-    if (std::getenv("MOAT_UPDATE_PLANS") != nullptr) ASSERT_TRUE(write_file(path, text).ok());
+    if (std::getenv("MOAT_UPDATE_PLANS") != nullptr) {
+      ASSERT_TRUE(write_file(path, text).ok());
+    }
     const auto golden = read_file(path);
     ASSERT_TRUE(golden.ok()) << golden.status().message();
     EXPECT_EQ(*golden, text) << "the kernel plan of " << d.name << " changed; MOAT_UPDATE_PLANS=1 rewrites the golden";
