@@ -329,6 +329,20 @@ TEST_F(Serve, LimitsOfLength) {
   EXPECT_EQ(at(cut, "usage", "completion_tokens"), Json(5));
 }
 
+// Starts a long stream and reads its first words.
+void begin_stream(RawClient& client, int max_tokens) {
+  const Json request = Json::object({{"prompt", as_json(goldens().ints("greedy7.prompt"))},
+                                     {"temperature", 1},
+                                     {"seed", 5},
+                                     {"max_tokens", max_tokens},
+                                     {"ignore_eos", true},
+                                     {"stream", true}});
+  client.request("POST", "/v1/completions", request.dump());
+  EXPECT_NE(client.read_until("\"text\":"), "");
+}
+
+// ------------------------------------------------------------------------------------------- flags
+
 // What a prompt leaves of the context bounds the reply.
 TEST(ServeFlags, MaxModelLen) {
   const Server server({"--max-model-len", "300", "--served-model-name", "tiny", "--alias", "small"});
@@ -349,6 +363,21 @@ TEST(ServeFlags, MaxModelLen) {
   EXPECT_EQ(unknown.status, 404);
 }
 
+TEST(ServeFlags, BoundsOfTheQueue) {
+  const Server server({"--max-num-seqs", "1", "--max-queued", "1"});
+  RawClient running(server.port()), waiting(server.port());
+  begin_stream(running, 8000);
+  waiting.request("POST", "/v1/chat/completions", capital_of_france().dump());
+  EXPECT_TRUE(Harness::eventually([&] { return server.metric("moat_requests_waiting") == 1; }));
+  const RawResponse refused = server.post("/v1/chat/completions", capital_of_france());
+  EXPECT_EQ(refused.status, 503) << refused.body;
+  EXPECT_EQ(refused.headers.count("retry-after"), 1U);
+  EXPECT_EQ(at(parsed(refused.body), "error", "code"), Json("overloaded")) << refused.body;
+  running.hang_up();
+  EXPECT_EQ(waiting.response().status, 200) << "its turn did not come";
+  EXPECT_TRUE(Harness::eventually([&] { return server.idle(); }));
+}
+
 TEST(ServeFlags, ApiKey) {
   const Server server({"--api-key", "secret"});
   const std::string body = with(capital_of_france(), {{"max_tokens", 1}}).dump();
@@ -357,18 +386,6 @@ TEST(ServeFlags, ApiKey) {
 }
 
 // ------------------------------------------------------------------------------------------ clients that go
-
-// Starts a long stream and reads its first words.
-void begin_stream(RawClient& client, int max_tokens) {
-  const Json request = Json::object({{"prompt", as_json(goldens().ints("greedy7.prompt"))},
-                                     {"temperature", 1},
-                                     {"seed", 5},
-                                     {"max_tokens", max_tokens},
-                                     {"ignore_eos", true},
-                                     {"stream", true}});
-  client.request("POST", "/v1/completions", request.dump());
-  EXPECT_NE(client.read_until("\"text\":"), "");
-}
 
 // A client process that dies without a word: the kernel closes its connection.
 TEST_F(Serve, AKilledClientFreesItsSlots) {

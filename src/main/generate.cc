@@ -48,13 +48,13 @@ Result<Prompt> make_prompt(const GenerateOptions& o, const Tokenizer& tokenizer)
   }
   if (o.has_prompt) return Prompt{tokenizer.encode_text(o.prompt), std::nullopt};
   MOAT_ASSIGN(const std::string text, read_input(o.messages_path));
+  const std::string source = o.messages_path == "-" ? "standard input" : o.messages_path;
   Result<Json> json = parse_json(text);
-  if (!json.ok()) return json.status().with_prefix(o.messages_path);
+  if (!json.ok()) return json.status().with_prefix(source);
   const Json request = json->is_array() ? Json::object({{"messages", *json}}) : *json;
   ApiCall call;
   if (const auto error = render_prompt(request, ServedModel{}, tokenizer, call)) {
-    return invalid_argument("{}: {}{}", o.messages_path, error->param.empty() ? "" : error->param + ": ",
-                            error->message);
+    return invalid_argument("{}: {}{}", source, error->param.empty() ? "" : error->param + ": ", error->message);
   }
   return Prompt{call.prompts.front().ids, call.parser};
 }

@@ -29,11 +29,14 @@ void install_log() {
 
 using Run = std::function<Status()>;
 
+const CLI::Range kThreadCount(1, 1024);  // what a ThreadPool takes, and more than any machine has use for
+const CLI::Range kStepTokens(1, 1 << 20);
+
 void add_model_flags(CLI::App& app, ModelOptions& o) {
   app.add_option("-m,--model", o.model_dir, "Checkpoint directory (config.json and safetensors)")->required();
   app.add_option("--backend", o.backend, "cpu or reference")->capture_default_str();
   app.add_option("--isa", o.isa, "Force an instruction set (see `moat ops list`)");
-  app.add_option("--threads", o.threads, "Threads (default: one per usable CPU)")->check(CLI::PositiveNumber);
+  app.add_option("--threads", o.threads, "Threads (default: one per usable CPU)")->check(kThreadCount);
 }
 
 void add_serve(CLI::App& root, Run& run) {
@@ -52,7 +55,7 @@ void add_serve(CLI::App& root, Run& run) {
       ->check(CLI::PositiveNumber);
   app->add_option("--max-batched-tokens", o->max_batched_tokens, "Tokens of one step")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(kStepTokens);
   app->add_option("--max-queued", o->max_queued, "Requests that may wait")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
@@ -98,7 +101,7 @@ void add_checkpoint_commands(CLI::App& root, Run& run) {
   synthetic->add_option("--seed", so->seed)->capture_default_str();
   synthetic->add_option("--tokenizer", so->tokenizer_directory, "Copy the tokenizer files of this checkpoint");
   synthetic->add_option("--shard-bytes", so->shard_bytes)->capture_default_str()->check(CLI::PositiveNumber);
-  synthetic->add_option("--threads", so->threads)->check(CLI::PositiveNumber);
+  synthetic->add_option("--threads", so->threads)->check(kThreadCount);
   synthetic->callback([so, &run] { run = [so] { return make_synthetic_command(*so); }; });
 
   auto* logits = root.add_subcommand("logits", "Logits of every position of given id lists");
@@ -136,9 +139,7 @@ void add_ops(CLI::App& root, Run& run) {
   explain->add_option("-m,--model", eo->model_dir, "Directory with config.json")->required();
   explain->add_option("--site", eo->site, "Only sites that contain this");
   explain->add_option("--tokens", eo->tokens, "Tokens of the step")->capture_default_str();
-  explain->add_option("--max-batched-tokens", eo->max_batched_tokens)
-      ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+  explain->add_option("--max-batched-tokens", eo->max_batched_tokens)->capture_default_str()->check(kStepTokens);
   explain->add_flag("--plan", eo->plan_text, "The whole plan, one line a site and bucket");
   explain->callback([eo, &run] { run = [eo] { return ops_explain_command(*eo); }; });
 }
@@ -147,7 +148,7 @@ void add_bench(CLI::App& root, Run& run) {
   auto* bench = root.add_subcommand("bench", "Measure")->require_subcommand(1);
   auto* ceilings = bench->add_subcommand("ceilings", "Read bandwidth and f32 rate of this machine");
   auto co = std::make_shared<BenchCeilingsOptions>();
-  ceilings->add_option("--threads", co->threads)->check(CLI::PositiveNumber);
+  ceilings->add_option("--threads", co->threads)->check(kThreadCount);
   ceilings->add_flag("--json", co->json);
   ceilings->callback([co, &run] { run = [co] { return bench_ceilings_command(*co); }; });
 
@@ -168,6 +169,7 @@ int run_main(int argc, char** argv) {
   CLI::App root("moat: serves Kimi K3 and its kind from their Hugging Face releases", "moat");
   root.set_version_flag("--version", kVersion);
   root.require_subcommand(1);
+  root.fallthrough();  // --log-level may stand after the command, too
   std::string log_level = "info";
   root.add_option("--log-level", log_level, "debug, info, warn or error")
       ->check(CLI::IsMember({"debug", "info", "warn", "error"}))
