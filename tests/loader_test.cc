@@ -5,8 +5,10 @@
 
 #include <gtest/gtest.h>
 
+
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <set>
 
@@ -702,6 +704,21 @@ TEST(Synthetic, ValuesHaveTheirDistributions) {
       ASSERT_TRUE(large) << f.spec.name << " " << group;
     }
   }
+}
+
+// Newer writers name the scale bytes F8_E8M0; the release says U8. They are the same bytes.
+TEST(Safetensors, ScaleBytesUnderTheirNewName) {
+  const std::string json = R"({"s":{"dtype":"F8_E8M0","shape":[2,3],"data_offsets":[0,6]}})";
+  std::string file(8, '\0');
+  const uint64_t length = json.size();
+  std::memcpy(file.data(), &length, sizeof(length));
+  file += json + "abcdef";
+  const auto* bytes = reinterpret_cast<const std::byte*>(file.data());
+  const auto entries = parse_safetensors_header({bytes, file.size()}, file.size());
+  ASSERT_TRUE(entries.ok()) << entries.status().message();
+  ASSERT_EQ(entries->size(), 1U);
+  EXPECT_EQ(entries->front().dtype, DType::kU8);
+  EXPECT_EQ(entries->front().dims, Dims({2, 3}));
 }
 
 }  // namespace
