@@ -5,7 +5,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8080
 JOBS ?= $(shell nproc)
 # What runs under AddressSanitizer in `make test`: everything that reads bytes from outside.
-ASAN_TESTS := base_test text_test loader_test
+ASAN_TESTS := base_test text_test loader_test server_test
 
 .DEFAULT_GOAL := help
 .PHONY: help serve build packages test test-release test-asan test-tsan bench format tidy check clean
