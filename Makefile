@@ -4,8 +4,9 @@ MODEL ?= models/moat-nano
 HOST ?= 127.0.0.1
 PORT ?= 8080
 JOBS ?= $(shell nproc)
-# What runs under AddressSanitizer in `make test`: everything that reads bytes from outside.
-ASAN_TESTS := base_test text_test loader_test server_test
+# Under AddressSanitizer: what reads bytes from outside. Under ThreadSanitizer: what has threads.
+ASAN_TESTS := base_test text_test loader_test server_test server_reply_test
+TSAN_TESTS := engine_test server_test server_reply_test
 
 .DEFAULT_GOAL := help
 .PHONY: help serve build packages test test-release test-asan test-tsan bench format tidy check clean
@@ -44,8 +45,8 @@ test-asan: packages
 # Threads: the engine and the server under ThreadSanitizer.
 test-tsan: packages
 	cmake --preset tsan
-	cmake --build --preset tsan -j $(JOBS) --target engine_test server_test
-	ctest --test-dir build/tsan --output-on-failure --no-tests=error -R '^(engine_test|server_test)$$'
+	cmake --build --preset tsan -j $(JOBS) --target $(TSAN_TESTS)
+	ctest --test-dir build/tsan --output-on-failure --no-tests=error -R '^($(subst $() ,|,$(TSAN_TESTS)))$$'
 
 bench: build
 	build/release/moat bench ceilings
