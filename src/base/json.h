@@ -28,19 +28,19 @@ class Json {
     bool operator==(const Number&) const = default;
   };
 
-  Json() = default;  // null
-  Json(std::nullptr_t) {}  // NOLINT: conversions are the point of this type
-  Json(bool value) : value_(value) {}  // NOLINT
+  Json() = default;                                       // null
+  Json(std::nullptr_t) {}                                 // NOLINT: conversions are the point of this type
+  Json(bool value) : value_(value) {}                     // NOLINT
   Json(int value) : Json(static_cast<int64_t>(value)) {}  // NOLINT
-  Json(int64_t value);   // NOLINT
-  Json(uint64_t value);  // NOLINT
-  Json(double value);    // NOLINT  as Python's repr: the shortest that reads back the same; not finite -> null
-  Json(Number value) : value_(std::move(value)) {}  // NOLINT
-  Json(std::string value) : value_(std::move(value)) {}  // NOLINT
+  Json(int64_t value);                                    // NOLINT
+  Json(uint64_t value);                                   // NOLINT
+  Json(double value);  // NOLINT  as Python's repr: the shortest that reads back the same; not finite -> null
+  Json(Number value) : value_(std::move(value)) {}              // NOLINT
+  Json(std::string value) : value_(std::move(value)) {}         // NOLINT
   Json(std::string_view value) : value_(std::string(value)) {}  // NOLINT
-  Json(const char* value) : value_(std::string(value)) {}  // NOLINT
-  Json(Array value) : value_(std::move(value)) {}  // NOLINT
-  Json(Object value) : value_(std::move(value)) {}  // NOLINT
+  Json(const char* value) : value_(std::string(value)) {}       // NOLINT
+  Json(Array value) : value_(std::move(value)) {}               // NOLINT
+  Json(Object value) : value_(std::move(value)) {}              // NOLINT
 
   // Json::object({{"a", 1}, {"b", "x"}}) and Json::array({1, 2}): what braces alone would leave ambiguous.
   static Json object(std::initializer_list<Member> members = {}) { return Json(Object(members)); }
@@ -63,8 +63,8 @@ class Json {
   const Object& as_object() const { return get<Object>(); }
   Object& as_object() { return const_cast<Object&>(get<Object>()); }
   const std::string& number_text() const { return get<Number>().text; }
-  double as_double() const;                  // of a number, rounded; huge values become infinite
-  std::optional<int64_t> as_int64() const;   // of an integer that fits (2.0 and 1e3 count as integers), else nothing
+  double as_double() const;                 // of a number, rounded; huge values become infinite
+  std::optional<int64_t> as_int64() const;  // of an integer that fits (2.0 and 1e3 count as integers), else nothing
 
   const Json* find(std::string_view key) const;  // nullptr if absent or not an object
   Json* find(std::string_view key);
@@ -79,8 +79,8 @@ class Json {
   };
   struct DumpOptions {
     Spacing spacing = Spacing::kCompact;
-    bool sort_keys = false;        // by code point, recursively
-    bool python_numbers = false;   // floats as Python's repr writes them (3.0, 1e+22, 1e-07), integers verbatim
+    bool sort_keys = false;       // by code point, recursively
+    bool python_numbers = false;  // floats as Python's repr writes them (3.0, 1e+22, 1e-07), integers verbatim
   };
   // Non-ASCII is kept; escapes are \" \\ \b \f \n \r \t and lower-case \u00xx below 0x20.
   std::string dump(const DumpOptions& options) const;

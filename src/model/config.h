@@ -59,9 +59,7 @@ struct ModelConfig {
   float routed_scaling_factor = 1.0F;
   bool mxfp4_experts_declared = false;  // quantization_config names mxfp4-pack-quantized; the tensor suffix decides
 
-  bool is_moe(int64_t layer) const {
-    return num_experts > 0 && layer >= first_k_dense && layer % moe_layer_freq == 0;
-  }
+  bool is_moe(int64_t layer) const { return num_experts > 0 && layer >= first_k_dense && layer % moe_layer_freq == 0; }
   int64_t expert_hidden() const { return latent_size.value_or(hidden_size); }
   int64_t kda_width() const { return kda_num_heads * kda_head_dim; }
   int64_t qk_head_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }

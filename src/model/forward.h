@@ -30,7 +30,7 @@ struct ForwardInput {
   int64_t num_decode_seqs = 0;  // the first ones, in decode form
   std::span<const int32_t> logits_rows;  // [logit rows], rows whose logits are wanted
   std::span<const int32_t> tap_layers;   // ascending layers whose AttnRes mixture (that of the next layer's attention
-                                        // side; of the output for the last) goes to ForwardOutput::taps
+                                         // side; of the output for the last) goes to ForwardOutput::taps
 
   int64_t num_tokens() const { return static_cast<int64_t>(token_ids.size()); }
   int64_t num_seqs() const { return static_cast<int64_t>(context_lens.size()); }

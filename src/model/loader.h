@@ -28,16 +28,17 @@ struct LoadOptions {
   Parallel parallel;  // under expert parallelism the experts of other ranks stay unset; pipeline stages are refused
   // Touch every page now, so that the first requests do not wait for the disk and progress is real.
   bool prefault = true;
-  std::function<void(const LoadProgress&)> progress;  // called a few times a second, on the loading thread; may be empty
+  std::function<void(const LoadProgress&)>
+      progress;  // called a few times a second, on the loading thread; may be empty
 };
 
 struct LoadReport {
-  uint64_t num_tensors = 0;        // in the checkpoint
+  uint64_t num_tensors = 0;  // in the checkpoint
   uint64_t num_used = 0;
-  uint64_t num_ignored = 0;        // listed as ignored: vision, unused AttnRes weights of layer 0
+  uint64_t num_ignored = 0;  // listed as ignored: vision, unused AttnRes weights of layer 0
   uint64_t num_vision = 0;
-  uint64_t bytes_mapped = 0;       // used in place
-  uint64_t bytes_owned = 0;        // converted or sliced copies
+  uint64_t bytes_mapped = 0;  // used in place
+  uint64_t bytes_owned = 0;   // converted or sliced copies
   double seconds = 0;
 };
 
@@ -58,6 +59,7 @@ struct LoadedModel {
 
 // `directory` holds config.json and either model.safetensors or shards with model.safetensors.index.json.
 // Every checkpoint tensor is used exactly once or listed as ignored, and every field is filled, or it fails.
-Result<std::unique_ptr<LoadedModel>> load_model(const std::string& directory, const LoadOptions& options, ThreadPool& pool);
+Result<std::unique_ptr<LoadedModel>> load_model(const std::string& directory, const LoadOptions& options,
+                                                ThreadPool& pool);
 
 }  // namespace moat

@@ -43,21 +43,21 @@ struct KdaWeights {
 };
 
 struct MlaWeights {
-  Tensor q_proj;                 // [heads * qk_head_dim, hidden]; absent with q_lora
-  Tensor q_a_proj, q_a_norm;     // [q_lora, hidden], [q_lora]
-  Tensor q_b_proj;               // [heads * qk_head_dim, q_lora]
-  Tensor kv_a_proj, kv_a_norm;   // [kv_lora + rope, hidden], [kv_lora]
-  Tensor kv_b_proj;              // [heads * (nope + v), kv_lora]: per head nope key rows, then v rows
-  Tensor g_proj;                 // [heads * v_head_dim, hidden]; absent without output gate
-  Tensor o_proj;                 // [hidden, heads * v_head_dim]
+  Tensor q_proj;                // [heads * qk_head_dim, hidden]; absent with q_lora
+  Tensor q_a_proj, q_a_norm;    // [q_lora, hidden], [q_lora]
+  Tensor q_b_proj;              // [heads * qk_head_dim, q_lora]
+  Tensor kv_a_proj, kv_a_norm;  // [kv_lora + rope, hidden], [kv_lora]
+  Tensor kv_b_proj;             // [heads * (nope + v), kv_lora]: per head nope key rows, then v rows
+  Tensor g_proj;                // [heads * v_head_dim, hidden]; absent without output gate
+  Tensor o_proj;                // [hidden, heads * v_head_dim]
 };
 
 struct MoeWeights {
-  Tensor router, router_bias;               // [experts, hidden], [experts] f32
+  Tensor router, router_bias;                  // [experts, hidden], [experts] f32
   Tensor latent_down, latent_norm, latent_up;  // [latent, hidden], [latent], [hidden, latent]; absent without latent
-  std::vector<Tensor> w1, w3;               // per expert [moe_intermediate, expert_hidden]: gate, up
-  std::vector<Tensor> w2;                   // per expert [expert_hidden, moe_intermediate]: down
-  MlpWeights shared;                        // absent when num_shared_experts == 0
+  std::vector<Tensor> w1, w3;                  // per expert [moe_intermediate, expert_hidden]: gate, up
+  std::vector<Tensor> w2;                      // per expert [expert_hidden, moe_intermediate]: down
+  MlpWeights shared;                           // absent when num_shared_experts == 0
 };
 
 struct LayerWeights {
@@ -108,24 +108,24 @@ constexpr size_t kNumComponents = 12;
 std::string_view component_name(Component component);
 
 struct WeightSpec {
-  std::string name;             // in the checkpoint
-  Dims shape;                   // as stored, before sharding (kCodes: bytes)
-  std::vector<DType> dtypes;    // accepted; the first is what the release uses
+  std::string name;                         // in the checkpoint
+  Dims shape;                               // as stored, before sharding (kCodes: bytes)
+  std::vector<DType> dtypes;                // accepted; the first is what the release uses
   ShardRule shard = ShardRule::kReplicate;  // of an expert: within its expert-parallel group
   Transform transform = Transform::kAdopt;
   WeightPart part = WeightPart::kWhole;
   Component component = Component::kNorms;
-  int64_t layer = -1;           // -1: not in a layer
+  int64_t layer = -1;  // -1: not in a layer
   int64_t expert = -1;
-  int64_t live = 0;             // kLeadF32: how many values are real
-  bool optional = false;        // stored by the release but never read by the computation: may be absent
-  Tensor* dest = nullptr;       // in the KimiWeights given; null for optional ones
+  int64_t live = 0;        // kLeadF32: how many values are real
+  bool optional = false;   // stored by the release but never read by the computation: may be absent
+  Tensor* dest = nullptr;  // in the KimiWeights given; null for optional ones
 };
 
 // What varies between checkpoints of the same config.
 struct CheckpointLayout {
-  bool mxfp4_experts = true;      // experts under .weight_packed and .weight_scale, else .weight
-  bool dense_under_moe = false;   // the dense layer's MLP under block_sparse_moe. (transformers' export), else mlp.
+  bool mxfp4_experts = true;     // experts under .weight_packed and .weight_scale, else .weight
+  bool dense_under_moe = false;  // the dense layer's MLP under block_sparse_moe. (transformers' export), else mlp.
 };
 
 // Reads the layout off the names of a checkpoint.

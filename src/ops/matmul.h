@@ -29,6 +29,8 @@ struct HeadMatmulArgs {
   bool transposed = false;
 };
 extern const Op<HeadMatmulArgs> kHeadMatmul;
-inline void head_matmul(Exec& exec, const char* site, const HeadMatmulArgs& args) { exec.call(site, kHeadMatmul, args); }
+inline void head_matmul(Exec& exec, const char* site, const HeadMatmulArgs& args) {
+  exec.call(site, kHeadMatmul, args);
+}
 
 }  // namespace moat

@@ -25,12 +25,14 @@ struct PagedSequences {
 
 // cache[slot_mapping[t]] = rows[t].
 struct MlaKvWriteArgs {
-  Tensor cache;                          // [slots, width] f32
-  Tensor rows;                           // [tokens, width] f32
+  Tensor cache;                           // [slots, width] f32
+  Tensor rows;                            // [tokens, width] f32
   std::span<const int64_t> slot_mapping;  // [tokens]
 };
 extern const Op<MlaKvWriteArgs> kMlaKvWrite;
-inline void mla_kv_write(Exec& exec, const char* site, const MlaKvWriteArgs& args) { exec.call(site, kMlaKvWrite, args); }
+inline void mla_kv_write(Exec& exec, const char* site, const MlaKvWriteArgs& args) {
+  exec.call(site, kMlaKvWrite, args);
+}
 
 // Absorbed form: q is in the latent space, a cached latent is key and value.
 // score = scale * q . row; out = sum softmax(score) * row[0 : latent]. Row-invariant: a row's bits depend on its own keys alone.
@@ -54,6 +56,8 @@ struct MlaPrefillArgs {
   float scale = 0.0F;
 };
 extern const Op<MlaPrefillArgs> kMlaPrefill;
-inline void mla_prefill(Exec& exec, const char* site, const MlaPrefillArgs& args) { exec.call(site, kMlaPrefill, args); }
+inline void mla_prefill(Exec& exec, const char* site, const MlaPrefillArgs& args) {
+  exec.call(site, kMlaPrefill, args);
+}
 
 }  // namespace moat

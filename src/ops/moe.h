@@ -20,7 +20,9 @@ struct RouterTopkArgs {
   float scale = 1.0F;
 };
 extern const Op<RouterTopkArgs> kRouterTopk;
-inline void router_topk(Exec& exec, const char* site, const RouterTopkArgs& args) { exec.call(site, kRouterTopk, args); }
+inline void router_topk(Exec& exec, const char* site, const RouterTopkArgs& args) {
+  exec.call(site, kRouterTopk, args);
+}
 
 // Groups the tokens * k (token, choice) pairs by expert, stable in token order.
 struct MoeDispatchArgs {
@@ -30,16 +32,18 @@ struct MoeDispatchArgs {
   Tensor expert_ids;     // [tokens, k] i32
 };
 extern const Op<MoeDispatchArgs> kMoeDispatch;
-inline void moe_dispatch(Exec& exec, const char* site, const MoeDispatchArgs& args) { exec.call(site, kMoeDispatch, args); }
+inline void moe_dispatch(Exec& exec, const char* site, const MoeDispatchArgs& args) {
+  exec.call(site, kMoeDispatch, args);
+}
 
 // For every sorted position p of expert e: out[p] = weights[e] x[rows ? rows[p] : p]. Experts are separate tensors, never one
 // block, so that they can live in different places. Row-invariant like matmul.
 struct GroupedMatmulArgs {
-  Tensor out;                        // [pairs, n] f32
-  Tensor x;                          // [tokens or pairs, k] f32
-  Tensor rows;                       // [pairs] i32; absent: the identity
-  Tensor offsets;                    // [experts + 1] i32
-  std::span<const Tensor> weights;   // per expert [n, k] mxfp4, bf16 or f32; all of one dtype
+  Tensor out;                       // [pairs, n] f32
+  Tensor x;                         // [tokens or pairs, k] f32
+  Tensor rows;                      // [pairs] i32; absent: the identity
+  Tensor offsets;                   // [experts + 1] i32
+  std::span<const Tensor> weights;  // per expert [n, k] mxfp4, bf16 or f32; all of one dtype
 };
 extern const Op<GroupedMatmulArgs> kGroupedMatmul;
 inline void grouped_matmul(Exec& exec, const char* site, const GroupedMatmulArgs& args) {
@@ -54,6 +58,8 @@ struct MoeCombineArgs {
   Tensor expert_weights;  // [tokens, k] f32
 };
 extern const Op<MoeCombineArgs> kMoeCombine;
-inline void moe_combine(Exec& exec, const char* site, const MoeCombineArgs& args) { exec.call(site, kMoeCombine, args); }
+inline void moe_combine(Exec& exec, const char* site, const MoeCombineArgs& args) {
+  exec.call(site, kMoeCombine, args);
+}
 
 }  // namespace moat

@@ -16,10 +16,11 @@ namespace moat {
 
 struct ChatOptions {
   bool thinking = true;
-  std::optional<std::string> thinking_effort;  // low, medium, high, max; absent: no effort message (the API layer fills it in)
-  const Json* tools = nullptr;                 // OpenAI tools array; null or empty: none
-  const Json* tool_choice = nullptr;           // "auto" | "none" | "required" | {"type":"function",...}
-  const Json* response_format = nullptr;       // {"type":"text"|"json_object"|"json_schema",...}
+  std::optional<std::string>
+      thinking_effort;                // low, medium, high, max; absent: no effort message (the API layer fills it in)
+  const Json* tools = nullptr;        // OpenAI tools array; null or empty: none
+  const Json* tool_choice = nullptr;  // "auto" | "none" | "required" | {"type":"function",...}
+  const Json* response_format = nullptr;  // {"type":"text"|"json_object"|"json_schema",...}
   bool add_generation_prompt = true;
 };
 
