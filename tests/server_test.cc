@@ -356,10 +356,10 @@ TEST(Http, PingsWhileSilent) {
 TEST(Http, SlowReaderIsCutOff) {
   ApiServer::Options options;
   options.http.max_buffered_bytes = 64 << 10;
-  Harness harness({.max_model_len = 1 << 20, .options = options});
+  Harness harness({.max_model_len = 1 << 30, .options = options});
   harness.play({.ids = nano().encode_text("a b c d e f"), .tokens_per_step = 4});
   RawClient reader(harness.port(), 4096);
-  const Json body = completion_body(Json::object({{"stream", true}, {"ignore_eos", true}, {"max_tokens", 1000000}}));
+  const Json body = completion_body(Json::object({{"stream", true}, {"ignore_eos", true}, {"max_tokens", 1000000000}}));
   reader.request("POST", "/v1/completions", body.dump());
   EXPECT_TRUE(Harness::eventually([&] { return harness.engine->stats().cancelled_total == 1; }));
   EXPECT_EQ(harness.engine->stats().num_running, 0);
