@@ -284,6 +284,9 @@ TEST(Chat, ThinkingSwitches) {
   };
   const auto with = [](const std::string& text, std::string_view part) { return text.find(part) != std::string::npos; };
   EXPECT_TRUE(with(prompt_of(Json::object()), "thinking_effort=max"));
+  const Json untold = Json::object({{"chat_template_kwargs", Json::object({{"thinking_effort", Json()}})}});
+  EXPECT_FALSE(with(prompt_of(untold), "thinking_effort="));
+  EXPECT_TRUE(prompt_of(untold).ends_with("<|open|>think<|sep|>"));
   for (const auto& [given, used] : std::vector<std::pair<std::string, std::string>>{{"minimal", "low"},
                                                                                     {"low", "low"},
                                                                                     {"medium", "medium"},

@@ -63,6 +63,12 @@ Thinking read_thinking(FieldReader& fields, const ServingDefaults& defaults) {
     for (const std::string_view name : {"thinking", "enable_thinking"}) {
       if (!inner.boolean(name).value_or(true)) thinking.on = false;
     }
+    // The renderer's own option, so that every prompt it can make can be asked for: null leaves the effort message out.
+    if (const Json* effort = kwargs->find("thinking_effort"); effort != nullptr && effort->is_null()) {
+      thinking.effort.clear();
+    } else if (const std::string* text = inner.string("thinking_effort")) {
+      apply_effort(fields, "chat_template_kwargs.thinking_effort", *text, thinking);
+    }
     if (!inner.ok()) fields.fail(*inner.error());
   }
   return thinking;
@@ -153,7 +159,7 @@ void read_chat_prompt(FieldReader& fields, const ServedModel& model, const Token
   const Thinking thinking = read_thinking(fields, model.defaults);
   ChatOptions options;
   options.thinking = thinking.on;
-  if (thinking.on) options.thinking_effort = thinking.effort;
+  if (thinking.on && !thinking.effort.empty()) options.thinking_effort = thinking.effort;
   options.tools = read_tools(fields);
   options.tool_choice = read_tool_choice(fields, options.tools);
   options.response_format = read_response_format(fields);
