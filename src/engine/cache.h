@@ -8,8 +8,9 @@
 //
 // Invariants, checked by check_invariants():
 //   C1  blocks: free + used = total, and every used block belongs to exactly one sequence's table (until prefixes are
-//   shared). C2  slots: free + used = total, one per admitted sequence, no slot twice. C3  an admitted sequence holds
-//   ceil(reserved tokens / block_size) blocks.
+//       shared).
+//   C2  slots: free + used = total, one per admitted sequence, no slot twice.
+//   C3  an admitted sequence holds ceil(reserved tokens / block_size) blocks.
 #pragma once
 
 #include <cstdint>

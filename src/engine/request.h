@@ -19,7 +19,7 @@ struct TokenBias {
   float bias = 0.0F;
 };
 
-// Order of application (dspark.md 3.6 in the design notes): penalties and bias on logits, temperature, top_k, top_p,
+// Order of application (docs/design/dspark.md 3.6): penalties and bias on logits, temperature, top_k, top_p,
 // min_p.
 struct SamplingParams {
   float temperature = 1.0F;  // >= 0; 0 is greedy (ties: the lowest id)

@@ -8,8 +8,7 @@
 //   2. running sequences with one token to compute (decode) get it, in order of admission.
 //   3. running sequences with more to compute (prefill) share what is left of the budget, in order of admission.
 //   4. waiting requests are admitted by (priority, arrival) while a slot, blocks and budget are left; the first that
-//   does not fit
-//      stops admission, so nobody is overtaken within a priority.
+//      does not fit stops admission, so nobody is overtaken within a priority.
 // A prefill piece that does not reach the end of the prompt ends at an absolute multiple of kKdaChunk where it can, so
 // that how a prompt was cut does not show in the arithmetic.
 //

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // ModelConfig: the numbers and switches of one Kimi K3 or Kimi-Linear text model, from its config.json, every one checked.
-// Sources of the meanings: k3.md sections 1.1 to 1.3 of the design notes. Immutable value.
+// Sources of the meanings: docs/design/k3.md sections 1.1 to 1.3. Immutable value.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The weight table: every tensor of a checkpoint with its name, shape, dtypes, shard rule, transform and the field it fills.
 // One function makes it; loader, validator, memory planner, `moat inspect` and the synthetic-checkpoint writer all read it.
-// Sources: k3.md section 2 of the design notes.
+// Sources: docs/design/k3.md section 2.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From logits to tokens. Probabilities are f32 rows over the vocabulary. Definitions, ties and edges: dspark.md 3.6 of the
-// design notes (threshold semantics: all ties at a boundary are kept). Order: temperature, top-k, top-p, min-p.
+// From logits to tokens. Probabilities are f32 rows over the vocabulary. Definitions, ties and edges: docs/design/dspark.md
+// 3.6 (threshold semantics: all ties at a boundary are kept). Order: temperature, top-k, top-p, min-p.
 // A row that cannot be used (logits with NaN or +inf, or all masked; probabilities that are not finite) becomes zero, unless the
 // filter is off for it; draw answers it with -1.
 #pragma once

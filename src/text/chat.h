@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages, tools and options -> the prompt of Kimi K3's XTML format (design notes k3.md 6.5, 6.6), as segments that keep
+// Messages, tools and options -> the prompt of Kimi K3's XTML format (docs/design/k3.md 6.5, 6.6), as segments that keep
 // user text apart from control tokens. Pure functions of their arguments.
 #pragma once
 

@@ -2,10 +2,9 @@
 // The pre-tokenizer of Kimi K3: where text is cut before byte pairs are merged. A hand-written matcher of
 //
 //   1  [\p{Han}]+
-//   2
-//   [^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?
-//   3
-//   [^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?
+//   2  [^\r\n\p{L}\p{N}]? U* L+ (?i:'s|'t|'re|'ve|'m|'ll|'d)?
+//   3  [^\r\n\p{L}\p{N}]? U+ L* (?i:'s|'t|'re|'ve|'m|'ll|'d)?
+//      with U = [\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]] and L = [\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]
 //   4  \p{N}{1,3}
 //   5   ?[^\s\p{L}\p{N}]+[\r\n]*
 //   6  \s*[\r\n]+

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One generated reply, token by token -> reasoning, content and tool calls (design notes k3.md 6.7). Structure is carried by
+// One generated reply, token by token -> reasoning, content and tool calls (docs/design/k3.md 6.7). Structure is carried by
 // token ids alone; text that looks like markup is text. Streaming sends the events; the non-streamed message is their sum.
 // One parser per reply, one thread.
 #pragma once
