@@ -23,6 +23,7 @@ enum class StatusCode {
   kResourceExhausted,  // does not fit: memory, queue (HTTP 503)
   kUnavailable,        // shutting down, not ready (HTTP 503)
   kCancelled,          // the requester went away
+  kDeadlineExceeded,   // the time that the requester gave is over (HTTP 504)
   kInternal,           // ours (HTTP 500)
 };
 

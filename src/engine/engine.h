@@ -28,12 +28,16 @@ struct EngineInfo {
 // A snapshot for /metrics and tests.
 struct EngineStats {
   int64_t num_running = 0, num_waiting = 0;
-  int64_t blocks_total = 0, blocks_used = 0;  // pages of the MLA cache
-  int64_t slots_total = 0, slots_used = 0;    // recurrent-state slots
+  int64_t blocks_total = 0, blocks_used = 0;  // pages of the MLA cache; used: by live requests
+  int64_t blocks_cached = 0;                  // pages kept for prefixes that no live request uses
+  int64_t slots_total = 0, slots_used = 0;    // recurrent-state slots; used: by live requests
+  int64_t checkpoints = 0;                    // slots that hold the state at the end of a cached prefix
   int64_t steps_total = 0;
   int64_t prompt_tokens_total = 0, cached_tokens_total = 0, generated_tokens_total = 0;
   int64_t finished_stop_total = 0, finished_length_total = 0, cancelled_total = 0, rejected_total = 0, errors_total = 0;
+  int64_t timeouts_total = 0;
   int64_t preemptions_total = 0;
+  int64_t checkpoints_saved_total = 0, checkpoints_restored_total = 0, checkpoints_evicted_total = 0;
 };
 
 class Engine {
@@ -55,6 +59,10 @@ class Engine {
 
   // Ends the request with kCancelled within a step, wherever it is. Unknown or finished handles are ignored.
   virtual void cancel(RequestHandle handle) = 0;
+
+  // Forgets every cached prefix: requests submitted after it returns restore nothing that was computed before. Live
+  // requests go on undisturbed.
+  virtual void flush_cache() = 0;
 
   // Refuses new requests from now on, waits until the live ones have ended or `deadline` passes, then cancels the rest
   // and returns when none is left.

@@ -134,6 +134,8 @@ void LocalEngine::cancel(RequestHandle handle) {
   wake_.notify_one();
 }
 
+void LocalEngine::flush_cache() {}
+
 void LocalEngine::drain(std::chrono::steady_clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   draining_ = true;
@@ -213,6 +215,7 @@ void LocalEngine::count(const TokenEvent& event) {
     case FinishReason::kStop: ++stats_.finished_stop_total; break;
     case FinishReason::kLength: ++stats_.finished_length_total; break;
     case FinishReason::kCancelled: ++stats_.cancelled_total; break;
+    case FinishReason::kTimeout: ++stats_.timeouts_total; break;
     case FinishReason::kRejected: ++stats_.rejected_total; break;
     case FinishReason::kError: ++stats_.errors_total; break;
     case FinishReason::kNone: break;

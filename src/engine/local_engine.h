@@ -30,7 +30,13 @@ struct EngineOptions {
   int64_t block_size = 16;
   int64_t memory_bytes = 0;  // 0: what the machine or its cgroup has
   double memory_fraction = 0.9;
-  bool reference = false;  // --backend reference
+  bool prefix_cache = true;              // false: every prompt is computed from its first token
+  int64_t checkpoint_memory_bytes = -1;  // for states at the end of cached prefixes; -1: chosen by plan_capacity
+  int64_t checkpoint_interval = 4096;    // tokens between checkpoints inside a long prompt
+  double max_step_seconds = 0;           // prefill is cut so that a step is expected to stay under it; 0: no limit
+  bool deterministic = false;  // every row in the row-invariant form of the attention leaves: the same bits whatever
+                               // was cached, batched or preempted
+  bool reference = false;      // --backend reference
 };
 
 // Everything between a loaded model and running steps, also used by `moat bench engine` and tests without the loop.
@@ -55,6 +61,7 @@ class LocalEngine final : public Engine {
   EngineStats stats() const override;
   Result<RequestHandle> submit(Request request, EventSink sink) override;
   void cancel(RequestHandle handle) override;
+  void flush_cache() override;
   void drain(std::chrono::steady_clock::time_point deadline) override;
 
   const EngineParts& parts() const { return parts_; }

@@ -9,6 +9,7 @@ std::string_view finish_reason_name(FinishReason reason) {
     case FinishReason::kStop: return "stop";
     case FinishReason::kLength: return "length";
     case FinishReason::kCancelled: return "cancelled";
+    case FinishReason::kTimeout: return "timeout";
     case FinishReason::kRejected: return "rejected";
     case FinishReason::kError: return "error";
   }

@@ -28,10 +28,16 @@ struct SamplingParams {
   float min_p = 0.0F;        // [0, 1]; keep probabilities >= min_p * largest; 0: off
   uint64_t seed =
       0;  // key of the counter-based generator; whoever builds the Request draws one if the client gave none
-  int32_t max_tokens = 0;               // > 0, already clamped to what the context leaves
-  int32_t min_tokens = 0;               // stop ids are masked until this many tokens have come
-  bool ignore_eos = false;              // go on past the model's end-of-message token (load generators need it)
-  std::vector<int32_t> stop_token_ids;  // besides the model's own
+  int32_t max_tokens = 0;          // > 0, already clamped to what the context leaves
+  int32_t min_tokens = 0;          // stop ids are masked until this many tokens have come
+  float presence_penalty = 0.0F;   // [-2, 2]; subtracted once from every token that has been generated
+  float frequency_penalty = 0.0F;  // [-2, 2]; subtracted once for every time a token has been generated
+  float repetition_penalty =
+      1.0F;  // (0, 2]; divides positive and multiplies negative logits of tokens in prompt or reply
+  std::vector<TokenBias> logit_bias;            // added to the logits; ids distinct
+  std::vector<std::vector<int32_t>> bad_words;  // token sequences that may not be completed
+  bool ignore_eos = false;                      // go on past the model's end-of-message token (load generators need it)
+  std::vector<int32_t> stop_token_ids;          // besides the model's own
   int32_t num_logprobs =
       -1;  // -1: none; 0: of the chosen token; n > 0: of the n most likely as well (at most kMaxLogprobs)
 
@@ -46,6 +52,8 @@ struct Request {
   std::unique_ptr<Constraint> constraint;  // grammar, stop strings, budgets; may be null. Owned and used by the engine.
   int32_t priority = 0;                    // lower runs first
   std::string cache_salt;                  // requests with different salts never share cached prefixes
+  bool restore_prefix = true;              // false: every prompt row is computed (prompt logprobs need them)
+  double timeout_seconds = 0;              // from submit to the last token; 0: none
 };
 
 // Every request ends with exactly one of these.
@@ -54,6 +62,7 @@ enum class FinishReason {
   kStop,       // a stop token id or the constraint said so
   kLength,     // max_tokens or the context is used up
   kCancelled,  // the client went away or asked for it
+  kTimeout,    // timeout_seconds passed, waiting or running; error says which
   kRejected,   // never ran: the message says which limit it breaks
   kError,      // failed while running (non-finite logits, device lost); others go on
 };

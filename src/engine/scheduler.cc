@@ -201,6 +201,8 @@ int64_t Scheduler::num_generated(SequenceId id) const {
 
 int64_t Scheduler::num_tokens(SequenceId id) const { return static_cast<int64_t>(sequences_.at(id)->tokens.size()); }
 
+std::span<const int32_t> Scheduler::tokens(SequenceId id) const { return sequences_.at(id)->tokens; }
+
 void Scheduler::check_invariants() const {
   ledger_.check_invariants();
   MOAT_CHECK(waiting_.size() + running_.size() == sequences_.size(), "{} waiting + {} running != {} sequences",

@@ -89,6 +89,7 @@ class Scheduler {
   Request& request(SequenceId id);
   int64_t num_generated(SequenceId id) const;
   int64_t num_tokens(SequenceId id) const;
+  std::span<const int32_t> tokens(SequenceId id) const;  // prompt, then generated; valid until the next advance()
 
   void check_invariants() const;
 

@@ -111,6 +111,8 @@ void SimEngine::cancel(RequestHandle handle) {
   wake_.notify_all();
 }
 
+void SimEngine::flush_cache() {}  // scripts say what counts as cached
+
 void SimEngine::drain(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   draining_ = true;
@@ -254,6 +256,7 @@ void SimEngine::count_finish(FinishReason reason) {
     case FinishReason::kStop: ++stats_.finished_stop_total; break;
     case FinishReason::kLength: ++stats_.finished_length_total; break;
     case FinishReason::kCancelled: ++stats_.cancelled_total; break;
+    case FinishReason::kTimeout: ++stats_.timeouts_total; break;
     case FinishReason::kRejected: ++stats_.rejected_total; break;
     case FinishReason::kError: ++stats_.errors_total; break;
     case FinishReason::kNone: break;

@@ -43,6 +43,7 @@ class SimEngine final : public Engine {
   EngineStats stats() const override;
   Result<RequestHandle> submit(Request request, EventSink sink) override;
   void cancel(RequestHandle handle) override;
+  void flush_cache() override;
   void drain(std::chrono::steady_clock::time_point deadline) override;
 
  private:

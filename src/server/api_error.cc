@@ -40,6 +40,10 @@ ApiError api_error(const Status& status, std::string param) {
       error.status = 503;
       error.code = "cancelled";
       break;
+    case StatusCode::kDeadlineExceeded:
+      error.status = 504;
+      error.code = "timeout";
+      break;
     case StatusCode::kOk:
     case StatusCode::kDataLoss:
     case StatusCode::kInternal: error.code = "internal_error"; break;
