@@ -71,6 +71,10 @@ Status unavailable(fmt::format_string<A...> format, A&&... args) {
   return {StatusCode::kUnavailable, fmt::format(format, std::forward<A>(args)...)};
 }
 template <class... A>
+Status deadline_exceeded(fmt::format_string<A...> format, A&&... args) {
+  return {StatusCode::kDeadlineExceeded, fmt::format(format, std::forward<A>(args)...)};
+}
+template <class... A>
 Status internal_error(fmt::format_string<A...> format, A&&... args) {
   return {StatusCode::kInternal, fmt::format(format, std::forward<A>(args)...)};
 }

@@ -15,7 +15,7 @@ namespace moat {
 struct CacheSizes {
   int64_t block_size = 16;  // tokens a block of the paged MLA cache
   int64_t num_blocks = 0;
-  int64_t num_slots = 0;  // recurrent-state slots, one a running sequence
+  int64_t num_slots = 0;  // recurrent-state slots: one a running sequence, the rest hold checkpoints of prefixes
 };
 
 // Bytes of one block and of one slot, over all layers (f32).
@@ -30,11 +30,14 @@ struct CapacityOptions {
   int64_t block_size = 16;
   int64_t max_model_len = 0;  // tokens of one sequence
   int64_t max_num_seqs = 0;   // wanted
+  // For states at the end of cached prefixes; -1: chosen here, 0: none (no prefix is ever restored).
+  int64_t checkpoint_memory_bytes = 0;
 };
 
 struct Capacity {
   CacheSizes cache;
-  int64_t max_num_seqs = 0;  // that get a slot: min(wanted, what fits)
+  int64_t max_num_seqs = 0;     // that get a slot: min(wanted, what fits)
+  int64_t num_checkpoints = 0;  // slots beyond those
   int64_t cache_token_capacity = 0;
   std::string bound;  // what limits concurrency, in words
   struct Line {
