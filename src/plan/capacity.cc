@@ -31,57 +31,150 @@ std::string format_bytes(int64_t bytes) {
   return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.{}f} {}", value, value < 10 ? 2 : 1, kUnits[unit]);
 }
 
-Result<Capacity> plan_capacity(const ModelConfig& config, const CapacityOptions& o) {
-  const int64_t per_block = std::max<int64_t>(block_bytes(config, o.block_size), 1);
-  const int64_t per_slot = std::max<int64_t>(slot_bytes(config), 1);
-  const int64_t blocks_per_seq = (o.max_model_len + o.block_size - 1) / o.block_size;
-  const auto usable = static_cast<int64_t>(static_cast<double>(o.memory_bytes) * o.memory_fraction);
-  const int64_t left = usable - o.weight_bytes - o.arena_bytes;
-  const int64_t one_sequence = per_slot + blocks_per_seq * per_block;
-  if (left < one_sequence) {
-    return resource_exhausted(
-        "the model does not fit: {} x {:.2f} of memory = {}, less weights {} and step temporaries {} leaves {}; one "
-        "sequence "
-        "of {} tokens needs {} (state {} + {} blocks of {})",
-        format_bytes(o.memory_bytes), o.memory_fraction, format_bytes(usable), format_bytes(o.weight_bytes),
-        format_bytes(o.arena_bytes), format_bytes(std::max<int64_t>(left, 0)), o.max_model_len,
-        format_bytes(one_sequence), format_bytes(per_slot), blocks_per_seq, format_bytes(per_block));
-  }
-  Capacity c;
-  const int64_t slots_that_fit = std::max<int64_t>(1, left / 2 / per_slot);
-  c.max_num_seqs = std::min(o.max_num_seqs, slots_that_fit);
-  c.cache.block_size = o.block_size;
-  c.cache.num_slots = c.max_num_seqs;
-  const int64_t blocks_wanted = c.max_num_seqs * blocks_per_seq;
-  const int64_t blocks_that_fit = (left - c.max_num_seqs * per_slot) / per_block;
-  c.cache.num_blocks = std::min(blocks_wanted, blocks_that_fit);
-  c.cache_token_capacity = c.cache.num_blocks * o.block_size;
-  c.bound =
-      c.max_num_seqs < o.max_num_seqs   ? fmt::format("state slots: {} fit, {} wanted", c.max_num_seqs, o.max_num_seqs)
-      : blocks_that_fit < blocks_wanted ? fmt::format("cache blocks: {} sequences of {} tokens need {}, {} fit",
-                                                      c.max_num_seqs, o.max_model_len, blocks_wanted, blocks_that_fit)
-                                        : "max_num_seqs: every sequence can be as long as the context";
-  c.lines = {{"weights", o.weight_bytes, "mapped files and converted copies"},
-             {"step temporaries", o.arena_bytes, "arena, from the dry pass"},
-             {"KDA and convolution state", c.cache.num_slots * per_slot,
-              fmt::format("{} slots of {}", c.cache.num_slots, format_bytes(per_slot))},
-             {"MLA cache", c.cache.num_blocks * per_block,
-              fmt::format("{} blocks of {} tokens = {} tokens, {} B a token", c.cache.num_blocks, o.block_size,
-                          c.cache_token_capacity, per_block / o.block_size)}};
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// More checkpoints than these a sequence are not chosen without being asked for.
+constexpr int64_t kMaxCheckpointsPerSequence = 4;
+
+// What the engine keeps on the host for each block, slot and sequence: nodes of the prefix tree with their token ids,
+// pools, and for a sequence its tokens (the request's, and a growing copy), the keys of its blocks and its rows of the
+// block tables. Upper bounds: a sequence is counted at max_model_len.
+constexpr int64_t kBlockNodeBytes = 112;
+constexpr int64_t kSlotNodeBytes = 64;
+constexpr int64_t kSequenceBytes = 4096;
+constexpr int64_t kTokenBytes = 12;
+constexpr int64_t kSequenceBlockBytes = 24;
+
+// What one of each takes. The pools' bytes are what CacheMemory allocates, the ledger's go to host bookkeeping.
+struct UnitCosts {
+  int64_t block = 0, slot = 0;                              // pools
+  int64_t block_ledger = 0, slot_ledger = 0, sequence = 0;  // host bookkeeping
+  int64_t blocks_per_sequence = 0;
+
+  UnitCosts(const ModelConfig& config, const CapacityOptions& o)
+      : block(block_bytes(config, o.block_size)),
+        slot(slot_bytes(config)),
+        block_ledger(kBlockNodeBytes + 4 * o.block_size),
+        slot_ledger(kSlotNodeBytes),
+        sequence(kSequenceBytes + kTokenBytes * o.max_model_len +
+                 kSequenceBlockBytes * ceil_div(o.max_model_len, o.block_size)),
+        blocks_per_sequence(ceil_div(o.max_model_len, o.block_size)) {}
+
+  int64_t per_block() const { return block + block_ledger; }
+  int64_t per_checkpoint() const { return slot + slot_ledger; }
+  int64_t per_sequence() const { return slot + slot_ledger + sequence; }  // without its blocks
+};
+
+Status too_small(const CapacityOptions& o, const UnitCosts& unit, int64_t usable, int64_t left, int64_t checkpoints) {
+  const std::string also =
+      checkpoints == 0 ? "" : fmt::format(" beside {} checkpoints of {}", checkpoints, format_bytes(unit.slot));
+  return resource_exhausted(
+      "the model does not fit: {} x {:.2f} of memory = {}, less weights {}, step temporaries {} and the process {} "
+      "leaves {}; one sequence of {} tokens needs {} (state {} + {} blocks of {} + bookkeeping {}){}",
+      format_bytes(o.memory_bytes), o.memory_fraction, format_bytes(usable), format_bytes(o.weight_bytes),
+      format_bytes(o.arena_bytes), format_bytes(o.process_bytes), format_bytes(std::max<int64_t>(left, 0)),
+      o.max_model_len, format_bytes(unit.per_sequence() + unit.blocks_per_sequence * unit.per_block()),
+      format_bytes(unit.slot), unit.blocks_per_sequence, format_bytes(unit.block),
+      format_bytes(unit.sequence + unit.slot_ledger + unit.blocks_per_sequence * unit.block_ledger), also);
+}
+
+std::vector<Capacity::Line> capacity_lines(const Capacity& c, const CapacityOptions& o, const UnitCosts& unit,
+                                           int64_t usable) {
+  const int64_t bookkeeping =
+      c.cache.num_blocks * unit.block_ledger + c.cache.num_slots * unit.slot_ledger + c.max_num_seqs * unit.sequence;
+  std::vector<Capacity::Line> lines = {
+      {"weights", o.weight_bytes, "mapped files and converted copies"},
+      {"step temporaries", o.arena_bytes, "arena, from the dry pass"},
+      {"live states", c.max_num_seqs * unit.slot,
+       fmt::format("KDA and convolution: {} slots of {}", c.max_num_seqs, format_bytes(unit.slot))},
+      {"checkpoints", c.num_checkpoints * unit.slot,
+       fmt::format("states of cached prefixes: {} slots of {}", c.num_checkpoints, format_bytes(unit.slot))},
+      {"MLA blocks", c.cache.num_blocks * unit.block,
+       fmt::format("{} blocks of {} tokens = {} tokens, {} B a token", c.cache.num_blocks, o.block_size,
+                   c.cache_token_capacity, unit.block / o.block_size)},
+      {"host bookkeeping", bookkeeping,
+       fmt::format("ledger of blocks and slots, tokens of {} sequences, at most", c.max_num_seqs)},
+      {"process", o.process_bytes, "code, vocabulary, threads: resident before the pools were made"}};
   int64_t total = 0;
-  for (const auto& line : c.lines) total += line.bytes;
-  c.lines.push_back({"total", total,
-                     fmt::format("of {} usable ({} x {:.2f})", format_bytes(usable), format_bytes(o.memory_bytes),
-                                 o.memory_fraction)});
+  for (const Capacity::Line& line : lines) total += line.bytes;
+  lines.push_back({"total", total,
+                   fmt::format("of {} usable ({} x {:.2f})", format_bytes(usable), format_bytes(o.memory_bytes),
+                               o.memory_fraction)});
+  return lines;
+}
+
+}  // namespace
+
+Result<Capacity> plan_capacity(const ModelConfig& config, const CapacityOptions& o) {
+  if (o.max_model_len < 1 || o.max_num_seqs < 1 || o.block_size < 1 || o.checkpoint_memory_bytes < -1) {
+    return invalid_argument(
+        "max_model_len {}, max_num_seqs {} and block_size {} must be at least 1, checkpoint memory {} at least -1",
+        o.max_model_len, o.max_num_seqs, o.block_size, o.checkpoint_memory_bytes);
+  }
+  const UnitCosts unit(config, o);
+  const auto usable = static_cast<int64_t>(static_cast<double>(o.memory_bytes) * o.memory_fraction);
+  const int64_t left = usable - o.weight_bytes - o.arena_bytes - o.process_bytes;
+  const bool chosen_here = o.checkpoint_memory_bytes < 0;
+  const int64_t one_sequence_blocks = unit.blocks_per_sequence * unit.per_block();
+
+  Capacity c;
+  c.num_checkpoints = chosen_here ? 0 : o.checkpoint_memory_bytes / std::max<int64_t>(unit.slot, 1);
+  const int64_t for_sequences = left - c.num_checkpoints * unit.per_checkpoint();
+  if (for_sequences < unit.per_sequence() + one_sequence_blocks) {
+    return too_small(o, unit, usable, left, c.num_checkpoints);
+  }
+  const int64_t slots_that_fit =
+      std::max<int64_t>(1, std::min(for_sequences / 2, for_sequences - one_sequence_blocks) / unit.per_sequence());
+  c.max_num_seqs = std::min(o.max_num_seqs, slots_that_fit);
+
+  int64_t rest = for_sequences - c.max_num_seqs * unit.per_sequence();
+  const int64_t blocks_used_by_sequences = c.max_num_seqs * unit.blocks_per_sequence;
+  if (chosen_here) {
+    const int64_t share = std::max(rest / 2, rest - blocks_used_by_sequences * unit.per_block());
+    c.num_checkpoints = std::min(std::min(share, rest - one_sequence_blocks) / unit.per_checkpoint(),
+                                 kMaxCheckpointsPerSequence * c.max_num_seqs);
+    rest -= c.num_checkpoints * unit.per_checkpoint();
+  }
+  const int64_t blocks_that_fit = rest / unit.per_block();
+  const int64_t blocks_of_cache = unit.block == 0 ? 0 : c.num_checkpoints * unit.slot / unit.block;
+  const int64_t blocks_wanted = blocks_used_by_sequences + blocks_of_cache;
+  c.cache = {.block_size = o.block_size,
+             .num_blocks = std::min(blocks_wanted, blocks_that_fit),
+             .num_slots = c.max_num_seqs + c.num_checkpoints};
+  c.cache_token_capacity = c.cache.num_blocks * o.block_size;
+  c.bound = c.max_num_seqs < o.max_num_seqs
+                ? fmt::format("state slots: {} fit, {} wanted", c.max_num_seqs, o.max_num_seqs)
+            : c.cache.num_blocks < blocks_used_by_sequences
+                ? fmt::format("cache blocks: {} sequences of {} tokens need {}, {} fit", c.max_num_seqs,
+                              o.max_model_len, blocks_used_by_sequences, c.cache.num_blocks)
+                : "max_num_seqs: every sequence can be as long as the context";
+  c.lines = capacity_lines(c, o, unit, usable);
+  c.max_model_len = o.max_model_len;
   return c;
+}
+
+int64_t Capacity::num_seqs_of(int64_t tokens) const {
+  return std::min(max_num_seqs, cache.num_blocks / ceil_div(std::max<int64_t>(tokens, 1), cache.block_size));
 }
 
 std::string Capacity::table() const {
   std::string text;
   for (const Line& line : lines) {
-    text += fmt::format("  {:<26} {:>10}  {}\n", line.component, format_bytes(line.bytes), line.note);
+    text += fmt::format("  {:<18} {:>10}  {}\n", line.component, format_bytes(line.bytes), line.note);
   }
   text += fmt::format("  concurrency: {} sequences; bound by {}\n", max_num_seqs, bound);
+  // How many sequences can really be that long at the same time.
+  std::string counts;
+  for (const int64_t length : {int64_t{8192}, int64_t{32768}, int64_t{131072}, int64_t{1} << 62}) {
+    const int64_t tokens = std::min(length, max_model_len);
+    if (num_seqs_of(tokens) < max_num_seqs) {
+      counts += fmt::format("{} {} of {} tokens", counts.empty() ? "" : ",", num_seqs_of(tokens), tokens);
+    }
+    if (tokens == max_model_len) break;
+  }
+  if (!counts.empty()) text += fmt::format("  at once:{}\n", counts);
   return text;
 }
 

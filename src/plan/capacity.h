@@ -26,11 +26,12 @@ struct CapacityOptions {
   int64_t memory_bytes = 0;      // that this process may use in all
   double memory_fraction = 0.9;  // of it that moat plans with
   int64_t weight_bytes = 0;
-  int64_t arena_bytes = 0;  // step temporaries, from the dry pass
+  int64_t arena_bytes = 0;    // step temporaries, from the dry pass
+  int64_t process_bytes = 0;  // what the process holds besides weights, pools and arena: code, vocabulary, threads
   int64_t block_size = 16;
   int64_t max_model_len = 0;  // tokens of one sequence
   int64_t max_num_seqs = 0;   // wanted
-  // For states at the end of cached prefixes; -1: chosen here, 0: none (no prefix is ever restored).
+  // For states at the end of cached prefixes, in whole slots; -1: chosen here, 0: none (no prefix is ever restored).
   int64_t checkpoint_memory_bytes = 0;
 };
 
@@ -39,19 +40,31 @@ struct Capacity {
   int64_t max_num_seqs = 0;     // that get a slot: min(wanted, what fits)
   int64_t num_checkpoints = 0;  // slots beyond those
   int64_t cache_token_capacity = 0;
-  std::string bound;  // what limits concurrency, in words
+  int64_t max_model_len = 0;  // as asked
+  std::string bound;          // what limits concurrency, in words
   struct Line {
     std::string component;
     int64_t bytes = 0;
     std::string note;
   };
-  std::vector<Line> lines;
+  std::vector<Line> lines;  // the components, then their total
+
+  // Sequences that can hold so many tokens each at the same time, when nothing is cached besides them.
+  int64_t num_seqs_of(int64_t tokens) const;
   std::string table() const;  // for people
 };
 
-// Slots first: as many as wanted, but at most half of what the weights leave; then as many blocks as max_num_seqs full
-// sequences could ever use, or what is left. Fails with the arithmetic when not even one sequence of max_model_len
-// fits.
+// Order of the claims on what weights, temporaries, process and one sequence of max_model_len leave:
+//   1. checkpoints, if checkpoint_memory_bytes says how many;
+//   2. a slot for each wanted sequence, but at most half, so that the sequences have tokens to hold;
+//   3. checkpoints, if chosen here: half of the rest, or more where the blocks that the sequences can use need less
+//      than the other half. A cached conversation holds its blocks and about two checkpoints (the end of its last turn,
+//      the prefix it shares), so equal halves are right for conversations of 2 slot_bytes / bytes a token: 16,800 tokens
+//      of Kimi K3. Never more than 4 checkpoints a sequence: a small model has no use for all of a large machine.
+//   4. blocks: what is left, but no more than the sequences can use and, for prefixes that no sequence uses now, as many
+//      bytes as the checkpoints take.
+// The host's bookkeeping is part of what a slot, a block and a sequence cost. Fails with the arithmetic when not even
+// one sequence of max_model_len fits beside the checkpoints that were asked for.
 Result<Capacity> plan_capacity(const ModelConfig& config, const CapacityOptions& options);
 
 // Memory this process may use: the cgroup limit where there is one, else physical memory.
