@@ -15,6 +15,8 @@ namespace moat {
 std::span<const AnyOp* const> all_ops() {
   static const TypedOp copy(kCopy);
   static const TypedOp mask_logits(kMaskLogits);
+  static const TypedOp apply_penalties(kApplyPenalties);
+  static const TypedOp bias_logits(kBiasLogits);
   static const TypedOp short_conv(kShortConv);
   static const TypedOp kda_gate(kKdaGate);
   static const TypedOp kda_recurrent(kKdaRecurrent);
@@ -44,11 +46,12 @@ std::span<const AnyOp* const> all_ops() {
   static const TypedOp argmax(kArgmax);
   static const TypedOp logprobs(kLogprobs);
   static const AnyOp* const ops[] = {
-      &copy,         &mask_logits,    &short_conv,   &kda_gate,   &kda_recurrent,  &kda_chunked,
-      &matmul,       &head_matmul,    &mla_kv_write, &mla_decode, &mla_prefill,    &router_topk,
-      &moe_dispatch, &grouped_matmul, &moe_combine,  &rms_norm,   &gated_rms_norm, &l2_norm,
-      &attn_res_mix, &embed,          &add,          &gated_act,  &sigmoid_gate,   &softmax,
-      &top_k_renorm, &top_p_renorm,   &min_p_renorm, &draw,       &argmax,         &logprobs,
+      &copy,           &mask_logits, &apply_penalties, &bias_logits,    &short_conv,   &kda_gate,
+      &kda_recurrent,  &kda_chunked, &matmul,          &head_matmul,    &mla_kv_write, &mla_decode,
+      &mla_prefill,    &router_topk, &moe_dispatch,    &grouped_matmul, &moe_combine,  &rms_norm,
+      &gated_rms_norm, &l2_norm,     &attn_res_mix,    &embed,          &add,          &gated_act,
+      &sigmoid_gate,   &softmax,     &top_k_renorm,    &top_p_renorm,   &min_p_renorm, &draw,
+      &argmax,         &logprobs,
   };
   return ops;
 }
