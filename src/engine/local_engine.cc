@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "engine/sampling_check.h"
 
 namespace moat {
 
@@ -86,13 +87,7 @@ Status LocalEngine::check_request(const Request& r) const {
     return invalid_argument("{} prompt tokens + {} to generate = {}, but the context is {}", prompt,
                             r.sampling.max_tokens, prompt + r.sampling.max_tokens, info.max_model_len);
   }
-  if (!(r.sampling.temperature >= 0.0F) || !(r.sampling.top_p > 0.0F && r.sampling.top_p <= 1.0F) ||
-      !(r.sampling.min_p >= 0.0F && r.sampling.min_p <= 1.0F) || r.sampling.top_k < 0 ||
-      r.sampling.num_logprobs > SamplingParams::kMaxLogprobs) {
-    return invalid_argument(
-        "sampling parameters out of range: temperature {}, top_p {}, min_p {}, top_k {}, logprobs {}",
-        r.sampling.temperature, r.sampling.top_p, r.sampling.min_p, r.sampling.top_k, r.sampling.num_logprobs);
-  }
+  MOAT_RETURN_IF_ERROR(check_sampling(r.sampling, info.vocab_size));
   const int64_t tokens = prompt + r.sampling.max_tokens - 1;
   const CacheSizes& sizes = parts_.capacity.cache;
   if (tokens > sizes.num_blocks * sizes.block_size) {

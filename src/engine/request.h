@@ -19,8 +19,8 @@ struct TokenBias {
   float bias = 0.0F;
 };
 
-// Order of application (docs/design/dspark.md 3.6): penalties and bias on logits, temperature, top_k, top_p,
-// min_p.
+// Order of application: penalties, logit_bias, masks (constraint, min_tokens, bad_words), then temperature, top_k, top_p,
+// min_p (docs/design/dspark.md 3.6). engine/sampling_check.h checks ranges and bounds.
 struct SamplingParams {
   float temperature = 1.0F;  // >= 0; 0 is greedy (ties: the lowest id)
   int32_t top_k = 0;         // keep the k most likely (ties at the boundary all kept); 0: off
@@ -35,7 +35,7 @@ struct SamplingParams {
   float repetition_penalty =
       1.0F;  // (0, 2]; divides positive and multiplies negative logits of tokens in prompt or reply
   std::vector<TokenBias> logit_bias;            // added to the logits; ids distinct
-  std::vector<std::vector<int32_t>> bad_words;  // token sequences that may not be completed
+  std::vector<std::vector<int32_t>> bad_words;  // token sequences that may not be completed in the reply
   bool ignore_eos = false;                      // go on past the model's end-of-message token (load generators need it)
   std::vector<int32_t> stop_token_ids;          // besides the model's own
   int32_t num_logprobs =

@@ -77,7 +77,9 @@ StepResult Runner::run(const StepPlan& plan, Scheduler& scheduler) {
     rows.push_back({.params = &request.sampling,
                     .constraint = request.constraint.get(),
                     .position = scheduler.num_tokens(id),
-                    .num_generated = scheduler.num_generated(id)});
+                    .num_generated = scheduler.num_generated(id),
+                    .tokens = scheduler.tokens(id),
+                    .counts = &scheduler.token_counts(id)});
     result.rows.push_back({.sequence = id});
   }
   if (rows.empty()) return result;

@@ -11,8 +11,33 @@
 namespace moat {
 namespace {
 
+bool wants_penalties(const SampleRow& row) {
+  const SamplingParams& p = *row.params;
+  return p.repetition_penalty != 1.0F || p.frequency_penalty != 0.0F || p.presence_penalty != 0.0F;
+}
+
+bool wants_bias(const SampleRow& row) { return !row.params->logit_bias.empty(); }
+
 bool wants_mask(const SampleRow& row) {
-  return row.constraint != nullptr || row.num_generated < row.params->min_tokens;
+  return row.constraint != nullptr || row.num_generated < row.params->min_tokens || !row.params->bad_words.empty();
+}
+
+std::span<const int32_t> generated(const SampleRow& row) {
+  const auto count = static_cast<size_t>(row.num_generated);
+  MOAT_CHECK(count <= row.tokens.size(), "{} generated of {} tokens", count, row.tokens.size());
+  return row.tokens.last(count);
+}
+
+// Calls forbid(id) for the last id of each word whose other ids end the reply so far; a word of one id always.
+template <class Forbid>
+void forbid_bad_words(const SampleRow& row, const Forbid& forbid) {
+  if (row.params->bad_words.empty()) return;
+  const std::span<const int32_t> reply = generated(row);
+  for (const std::vector<int32_t>& word : row.params->bad_words) {
+    const auto start = std::span(word).first(word.size() - 1);
+    if (start.size() > reply.size()) continue;
+    if (std::equal(start.begin(), start.end(), reply.end() - static_cast<int64_t>(start.size()))) forbid(word.back());
+  }
 }
 
 }  // namespace
@@ -24,7 +49,47 @@ Tensor Sampler::gather(Exec& exec, const Tensor& logits, const RowList& list) co
   return work;
 }
 
-// Clears what constraints and min_tokens forbid.
+// Penalties of the rows that ask for them; the lists of the others are empty.
+void Sampler::penalize(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const {
+  std::vector<int32_t> starts = {0}, ids, counts;
+  std::vector<float> repetition, frequency, presence;
+  for (const int32_t index : list) {
+    const SampleRow& row = rows[static_cast<size_t>(index)];
+    if (wants_penalties(row)) {
+      TokenCounts fresh;
+      TokenCounts& seen = row.counts != nullptr ? *row.counts : fresh;
+      seen.update(row.tokens, static_cast<int64_t>(row.tokens.size() - generated(row).size()));
+      ids.insert(ids.end(), seen.ids().begin(), seen.ids().end());
+      counts.insert(counts.end(), seen.counts().begin(), seen.counts().end());
+    }
+    starts.push_back(static_cast<int32_t>(ids.size()));
+    repetition.push_back(row.params->repetition_penalty);
+    frequency.push_back(row.params->frequency_penalty);
+    presence.push_back(row.params->presence_penalty);
+  }
+  apply_penalties(exec, "sample.penalties",
+                  {.logits = work,
+                   .tokens = {starts, ids},
+                   .counts = counts,
+                   .repetition = repetition,
+                   .frequency = frequency,
+                   .presence = presence});
+}
+
+void Sampler::bias(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const {
+  std::vector<int32_t> starts = {0}, ids;
+  std::vector<float> values;
+  for (const int32_t index : list) {
+    for (const TokenBias& entry : rows[static_cast<size_t>(index)].params->logit_bias) {
+      ids.push_back(entry.token_id);
+      values.push_back(entry.bias);
+    }
+    starts.push_back(static_cast<int32_t>(ids.size()));
+  }
+  bias_logits(exec, "sample.bias", {.logits = work, .tokens = {starts, ids}, .bias = values});
+}
+
+// Clears what constraints, min_tokens and bad_words forbid.
 void Sampler::apply_masks(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const {
   const int64_t words = (vocab_size_ + 31) / 32;
   const Tensor allowed = exec.arena().alloc(DType::kI32, {static_cast<int64_t>(list.size()), words});
@@ -33,10 +98,11 @@ void Sampler::apply_masks(Exec& exec, const Tensor& work, const RowList& list, s
     uint32_t* bits = allowed.ptr<uint32_t>() + static_cast<int64_t>(i) * words;
     std::fill(bits, bits + words, ~0U);
     if (row.constraint != nullptr) row.constraint->mask({bits, static_cast<size_t>(words)});
-    if (row.num_generated >= row.params->min_tokens) continue;
     const auto forbid = [&](int32_t id) {
       if (id >= 0 && id < vocab_size_) bits[id / 32] &= ~(1U << (id % 32));
     };
+    forbid_bad_words(row, forbid);
+    if (row.num_generated >= row.params->min_tokens) continue;
     if (!row.params->ignore_eos) forbid(eos_token_id_);
     for (const int32_t id : row.params->stop_token_ids) forbid(id);
   }
@@ -128,6 +194,11 @@ std::vector<SampledRow> Sampler::sample(Exec& exec, const Tensor& logits, std::s
       if (list.empty()) continue;
       const ArenaScope scope(exec.arena());
       const Tensor work = gather(exec, logits, list);
+      const auto any = [&](bool (*wants)(const SampleRow&)) {
+        return std::any_of(list.begin(), list.end(), [&](int32_t i) { return wants(rows[static_cast<size_t>(i)]); });
+      };
+      if (any(wants_penalties)) penalize(exec, work, list, rows);
+      if (any(wants_bias)) bias(exec, work, list, rows);
       if (masked) apply_masks(exec, work, list, rows);
       const Tensor ids = sampled ? choose_sampled(exec, work, list, rows) : choose_greedy(exec, work);
       for (size_t i = 0; i < list.size() && !exec.dry(); ++i) {
@@ -144,10 +215,12 @@ std::vector<SampledRow> Sampler::sample(Exec& exec, const Tensor& logits, std::s
 
 void Sampler::dry(Exec& exec, const Tensor& logits) const {
   const auto rows = static_cast<size_t>(logits.dim(0));
-  // Rows that take every path: greedy and sampled, with min_tokens masks and all filters on.
+  // Rows that take every path: greedy and sampled, with penalties, biases, min_tokens masks and all filters on.
   for (const float temperature : {0.0F, 1.0F}) {
     SamplingParams params;
     params.temperature = temperature;
+    params.presence_penalty = 1.0F;
+    params.logit_bias = {{.token_id = 0, .bias = 1.0F}};
     params.min_tokens = 1;
     params.num_logprobs = SamplingParams::kMaxLogprobs;
     const std::vector<SampleRow> all(rows, SampleRow{.params = &params});

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sampler: logits rows and per-request parameters -> token ids, through the sample ops. What a row gets depends on its
-// own logits, parameters, seed and position alone, never on its batch mates. Used by one thread.
+// own logits, parameters, tokens, seed and position alone, never on its batch mates. Used by one thread.
+//
+// Order, for each row: penalties, logit_bias, masks (constraint, min_tokens, bad_words), then argmax, or temperature,
+// top-k, top-p, min-p and a draw. Log-probabilities are of the logits as they came.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +12,7 @@
 #include <vector>
 
 #include "engine/request.h"
+#include "engine/token_counts.h"
 #include "ops/select.h"
 
 namespace moat {
@@ -18,6 +22,8 @@ struct SampleRow {
   Constraint* constraint = nullptr;  // may be null
   int64_t position = 0;              // absolute position of the token to choose: the counter of its random number
   int64_t num_generated = 0;         // before this token
+  std::span<const int32_t> tokens;   // prompt, then the generated ones; read by penalties and bad_words only
+  TokenCounts* counts = nullptr;     // of this sequence's tokens; null: counted afresh if penalties ask
 };
 
 struct SampledRow {
@@ -38,6 +44,8 @@ class Sampler {
  private:
   using RowList = std::vector<int32_t>;
   Tensor gather(Exec& exec, const Tensor& logits, const RowList& list) const;
+  void penalize(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;
+  void bias(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;
   void apply_masks(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;
   Tensor choose_greedy(Exec& exec, const Tensor& work) const;
   Tensor choose_sampled(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;

@@ -203,6 +203,8 @@ int64_t Scheduler::num_tokens(SequenceId id) const { return static_cast<int64_t>
 
 std::span<const int32_t> Scheduler::tokens(SequenceId id) const { return sequences_.at(id)->tokens; }
 
+TokenCounts& Scheduler::token_counts(SequenceId id) { return sequences_.at(id)->counts; }
+
 void Scheduler::check_invariants() const {
   ledger_.check_invariants();
   MOAT_CHECK(waiting_.size() + running_.size() == sequences_.size(), "{} waiting + {} running != {} sequences",

@@ -24,6 +24,7 @@
 
 #include "engine/cache.h"
 #include "engine/request.h"
+#include "engine/token_counts.h"
 
 namespace moat {
 
@@ -90,6 +91,7 @@ class Scheduler {
   int64_t num_generated(SequenceId id) const;
   int64_t num_tokens(SequenceId id) const;
   std::span<const int32_t> tokens(SequenceId id) const;  // prompt, then generated; valid until the next advance()
+  TokenCounts& token_counts(SequenceId id);              // as of the last time the sampler asked
 
   void check_invariants() const;
 
@@ -98,6 +100,7 @@ class Scheduler {
     SequenceId id = 0;
     Request request;
     std::vector<int32_t> tokens;  // prompt, then generated
+    TokenCounts counts;           // of `tokens`, as far as the sampler has needed it
     int64_t num_computed = 0;
     int64_t num_cached = 0;
     bool cancelled = false;
