@@ -337,6 +337,32 @@ TEST(Chat, RequestReachesTheEngine) {
   EXPECT_FALSE(ends.empty());
 }
 
+TEST(Chat, LogitEditsReachTheEngine) {
+  Harness harness;
+  SamplingParams sampling;
+  harness.play_by([&](const Request& request) {
+    sampling = request.sampling;
+    return SimEngine::Script{.ids = reply("", "ok")};
+  });
+  const Json extra = parsed(R"({"presence_penalty":-0.5,"frequency_penalty":2,"repetition_penalty":1.25,
+      "logit_bias":{"5119":-100,"0":1.5},"bad_words":["  horse","end\n"]})");
+  for (const std::string path : {"/v1/chat/completions", "/v1/completions"}) {
+    sampling = {};
+    EXPECT_EQ(harness.post(path, path == "/v1/completions" ? completion_body(extra) : chat_body(extra)).status, 200);
+    EXPECT_EQ(sampling.presence_penalty, -0.5F);
+    EXPECT_EQ(sampling.frequency_penalty, 2.0F);
+    EXPECT_EQ(sampling.repetition_penalty, 1.25F);
+    ASSERT_EQ(sampling.logit_bias.size(), 2U);
+    EXPECT_EQ(sampling.logit_bias[0].token_id, 5119);
+    EXPECT_EQ(sampling.logit_bias[0].bias, -100.0F);
+    EXPECT_EQ(sampling.logit_bias[1].token_id, 0);
+    EXPECT_EQ(sampling.logit_bias[1].bias, 1.5F);
+    // Space before a word does not matter: it is tried without and with one.
+    EXPECT_EQ(sampling.bad_words, (std::vector<Ids>{nano().encode_text("horse"), nano().encode_text(" horse"),
+                                                    nano().encode_text("end\n"), nano().encode_text(" end\n")}));
+  }
+}
+
 TEST(Chat, AcceptedForms) {
   Harness harness;
   harness.play({.ids = reply("", "ok")});

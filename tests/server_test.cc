@@ -67,10 +67,25 @@ TEST(Errors, ChatFields) {
        R"({"tools":[{"type":"function","function":{"name":"a"}}],"tool_choice":{"type":"function","function":{"name":"b"}}})"},
       {"response_format", R"({"response_format":{"type":"xml"}})"},
       {"response_format", R"({"response_format":{"type":"json_schema"}})"},
-      {"presence_penalty", R"({"presence_penalty":0.5})"},
-      {"frequency_penalty", R"({"frequency_penalty":0.5})"},
-      {"repetition_penalty", R"({"repetition_penalty":1.1})"},
-      {"logit_bias", R"({"logit_bias":{"5":1}})"},
+      {"presence_penalty", R"({"presence_penalty":2.5})"},
+      {"presence_penalty", R"({"presence_penalty":"much"})"},
+      {"frequency_penalty", R"({"frequency_penalty":-2.5})"},
+      {"frequency_penalty", R"({"frequency_penalty":1e999})"},
+      {"repetition_penalty", R"({"repetition_penalty":0})"},
+      {"repetition_penalty", R"({"repetition_penalty":2.5})"},
+      {"logit_bias", R"({"logit_bias":[5]})"},
+      {"logit_bias", R"({"logit_bias":{"5":101}})"},
+      {"logit_bias", R"({"logit_bias":{"5":"1"}})"},
+      {"logit_bias", R"({"logit_bias":{"5":null}})"},
+      {"logit_bias", R"({"logit_bias":{"5120":1}})"},
+      {"logit_bias", R"({"logit_bias":{"-1":1}})"},
+      {"logit_bias", R"({"logit_bias":{"05":1}})"},
+      {"logit_bias", R"({"logit_bias":{"five":1}})"},
+      {"logit_bias", R"({"logit_bias":{"":1}})"},
+      {"bad_words", R"({"bad_words":"no"})"},
+      {"bad_words", R"({"bad_words":[5]})"},
+      {"bad_words", R"({"bad_words":["fine"," "]})"},
+      {"bad_words", R"({"bad_words":[")" + std::string(2000, 'x') + R"("]})"},
       {"best_of", R"({"best_of":3})"},
       {"guided_json", R"({"guided_json":{"type":"object"}})"},
       {"model", R"({"model":5})"},
@@ -83,6 +98,32 @@ TEST(Errors, ChatFields) {
   const RawResponse unknown = harness.chat(chat_body(Json::object({{"model", "gpt-9"}})));
   expect_error(unknown, 404, "model", "unknown model");
   EXPECT_EQ(at(parsed(unknown.body), "error", "code"), Json("model_not_found"));
+}
+
+TEST(Errors, SamplingFieldsSayGotAndExpected) {
+  Harness harness;
+  Json many = Json::object();
+  for (int id = 0; id < 1025; ++id) many.set(std::to_string(id), 1);
+  for (const auto& [extra, message] : std::vector<std::pair<Json, std::string>>{
+           {parsed(R"({"temperature":-1})"), "temperature is -1, expected a number from 0 to 2"},
+           {parsed(R"({"top_p":0})"), "top_p is 0, expected a number above 0, at most 1"},
+           {parsed(R"({"top_p":2})"), "top_p is 2, expected a number from 0 to 1"},
+           {parsed(R"({"top_k":-5})"), "top_k is -5, expected an integer of at least -1"},
+           {parsed(R"({"min_p":2})"), "min_p is 2, expected a number from 0 to 1"},
+           {parsed(R"({"presence_penalty":3})"), "presence_penalty is 3, expected a number from -2 to 2"},
+           {parsed(R"({"repetition_penalty":0})"), "repetition_penalty is 0, expected a number above 0, at most 2"},
+           {parsed(R"({"logit_bias":{"7":-101}})"),
+            "logit_bias of token 7 is -101, expected a number from -100 to 100"},
+           {parsed(R"({"logit_bias":{"x":1}})"),
+            "logit_bias has the key \"x\", expected token ids from \"0\" to \"5119\""},
+           {Json::object({{"logit_bias", many}}), "logit_bias has 1025 members, expected at most 1024"},
+           {parsed(R"({"bad_words":[""]})"), "bad_words contains \"\", expected strings that are not blank"},
+       }) {
+    for (const RawResponse& response : {harness.chat(chat_body(extra)), harness.complete(completion_body(extra))}) {
+      EXPECT_EQ(response.status, 400) << extra.dump();
+      EXPECT_EQ(at(parsed(response.body), "error", "message"), Json(message));
+    }
+  }
 }
 
 TEST(Errors, CompletionFields) {

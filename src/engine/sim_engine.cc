@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/sampling_check.h"
+
 namespace moat {
 namespace {
 
@@ -76,7 +78,7 @@ Status SimEngine::check(const Request& request) const {
   for (const int32_t id : request.prompt_ids) {
     if (id < 0 || id >= info.vocab_size) return invalid_argument("prompt id {} is not in [0, {})", id, info.vocab_size);
   }
-  return {};
+  return check_sampling(request.sampling, info.vocab_size);
 }
 
 Result<Engine::RequestHandle> SimEngine::submit(Request request, EventSink sink) {

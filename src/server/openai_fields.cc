@@ -3,15 +3,17 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <limits>
 
 #include "base/log.h"
+#include "engine/sampling_check.h"
 #include "server/random_id.h"
 
 namespace moat {
 namespace {
 
-enum class Neutral { kNull, kZero, kOne, kFalse, kTrue, kEmpty, kAsN };
+enum class Neutral { kNull, kFalse, kTrue, kEmpty, kAsN };
 
 struct RefusedField {
   std::string_view name;
@@ -20,10 +22,6 @@ struct RefusedField {
 
 // Fields that would change the result and that moat does not do yet: refused rather than ignored.
 constexpr std::array kRefused = {
-    RefusedField{"presence_penalty", Neutral::kZero},
-    RefusedField{"frequency_penalty", Neutral::kZero},
-    RefusedField{"repetition_penalty", Neutral::kOne},
-    RefusedField{"logit_bias", Neutral::kEmpty},
     RefusedField{"best_of", Neutral::kAsN},
     RefusedField{"prompt_logprobs", Neutral::kNull},
     RefusedField{"thinking_token_budget", Neutral::kNull},
@@ -45,12 +43,13 @@ constexpr std::array kRefused = {
     RefusedField{"web_search_options", Neutral::kNull},
 };
 
-constexpr std::array<std::string_view, 52> kKnown = {
+constexpr std::array<std::string_view, 57> kKnown = {
     "model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens",
     "stop", "stop_token_ids", "include_stop_str_in_output", "seed", "ignore_eos", "min_tokens", "logprobs",
     "top_logprobs", "stream", "stream_options", "reasoning_effort", "reasoning", "thinking", "chat_template_kwargs",
     "include_reasoning", "tools", "tool_choice", "parallel_tool_calls", "response_format", "return_token_ids",
-    "timings", "cache_salt", "priority", "n", "echo", "suffix", "modalities",
+    "timings", "cache_salt", "priority", "n", "echo", "suffix", "modalities", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "bad_words",
     // Without effect on the result.
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prediction", "verbosity",
     "skip_special_tokens", "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning", "request_id",
@@ -61,8 +60,6 @@ bool is_number(const Json& value, double number) { return value.is_number() && v
 bool asks_for_nothing(const Json& value, Neutral neutral, const Json* n) {
   switch (neutral) {
     case Neutral::kNull: return false;
-    case Neutral::kZero: return is_number(value, 0);
-    case Neutral::kOne: return is_number(value, 1);
     case Neutral::kFalse: return value.is_bool() && !value.as_bool();
     case Neutral::kTrue: return value.is_bool() && value.as_bool();
     case Neutral::kAsN: return is_number(value, n != nullptr && n->is_number() ? n->as_double() : 1);
@@ -71,6 +68,68 @@ bool asks_for_nothing(const Json& value, Neutral neutral, const Json* n) {
              (value.is_string() && value.as_string().empty());
   }
   return false;
+}
+
+// A number in (0, max]. A positive one so small that it rounds to zero stays above it.
+std::optional<float> positive_number(FieldReader& fields, std::string_view name, double max) {
+  const std::optional<double> number = fields.number(name, 0, max);
+  if (number && *number == 0) {
+    fields.fail(name, fmt::format("{} is 0, expected a number above 0, at most {}", name, max));
+  }
+  if (!number) return std::nullopt;
+  return std::max(static_cast<float>(*number), std::numeric_limits<float>::min());
+}
+
+void read_logit_bias(FieldReader& fields, const EngineInfo& info, SamplingParams& sampling) {
+  const Json* biases = fields.object("logit_bias");
+  if (biases == nullptr) return;
+  if (biases->as_object().size() > kMaxBiases) {
+    return fields.fail("logit_bias", fmt::format("logit_bias has {} members, expected at most {}",
+                                                 biases->as_object().size(), kMaxBiases));
+  }
+  for (const auto& [key, value] : biases->as_object()) {
+    int32_t id = -1;
+    const auto [end, failure] = std::from_chars(key.data(), key.data() + key.size(), id);
+    // One spelling an id ("05" is refused), so that distinct keys are distinct ids.
+    if (failure != std::errc() || std::to_string(id) != key || id < 0 || id >= info.vocab_size) {
+      return fields.fail("logit_bias", fmt::format("logit_bias has the key {}, expected token ids from \"0\" to \"{}\"",
+                                                   shown(Json(key)), info.vocab_size - 1));
+    }
+    const double bias = value.is_number() ? value.as_double() : std::numeric_limits<double>::quiet_NaN();
+    if (!(bias >= -kMaxBias && bias <= kMaxBias)) {
+      return fields.fail("logit_bias", fmt::format("logit_bias of token {} is {}, expected a number from {} to {}", id,
+                                                   shown(value), -kMaxBias, kMaxBias));
+    }
+    sampling.logit_bias.push_back({.token_id = id, .bias = static_cast<float>(bias)});
+  }
+}
+
+// A word is forbidden at the start of a text and after a space, each as the tokens that the tokenizer makes of it; the
+// same characters in another split are not caught.
+void read_bad_words(FieldReader& fields, const Tokenizer& tokenizer, SamplingParams& sampling) {
+  const Json* words = fields.array("bad_words");
+  if (words == nullptr) return;
+  const Json::Array& items = words->as_array();
+  if (items.size() > kMaxBadWordStrings) {
+    return fields.fail("bad_words",
+                       fmt::format("bad_words has {} strings, expected at most {}", items.size(), kMaxBadWordStrings));
+  }
+  for (const Json& item : items) {
+    const size_t begin = item.is_string() ? item.as_string().find_first_not_of(" \t\r\n\v\f") : std::string::npos;
+    if (begin == std::string::npos) {
+      return fields.fail("bad_words",
+                         fmt::format("bad_words contains {}, expected strings that are not blank", shown(item)));
+    }
+    const std::string word = item.as_string().substr(begin);
+    for (const char* before : {"", " "}) {
+      std::vector<int32_t> ids = tokenizer.encode_text(before + word);
+      if (ids.size() > kMaxBadWordTokens) {
+        return fields.fail("bad_words", fmt::format("bad_words contains {}, which has {} tokens, expected at most {}",
+                                                    shown(item), ids.size(), kMaxBadWordTokens));
+      }
+      sampling.bad_words.push_back(std::move(ids));
+    }
+  }
 }
 
 void read_max_tokens(FieldReader& fields, SamplingParams& sampling) {
@@ -101,10 +160,7 @@ void read_model(FieldReader& fields, const ServedModel& model, ApiCall& call) {
 void read_sampling(FieldReader& fields, const ServingDefaults& defaults, const EngineInfo& info, ApiCall& call) {
   SamplingParams& sampling = call.sampling;
   sampling.temperature = static_cast<float>(fields.number("temperature", 0, 2).value_or(defaults.temperature));
-  const double top_p = fields.number("top_p", 0, 1).value_or(defaults.top_p);
-  // A positive value so small that it rounds to zero still means: the most likely token.
-  sampling.top_p = std::max(static_cast<float>(top_p), std::numeric_limits<float>::min());
-  if (fields.ok() && top_p == 0) fields.fail("top_p", "top_p is 0, expected a number above 0, at most 1");
+  sampling.top_p = positive_number(fields, "top_p", 1).value_or(defaults.top_p);
   const int64_t top_k = fields.clamped_integer("top_k", -1, info.vocab_size).value_or(defaults.top_k);
   sampling.top_k = static_cast<int32_t>(std::max<int64_t>(0, top_k));  // -1 is how several clients say "off"
   sampling.min_p = static_cast<float>(fields.number("min_p", 0, 1).value_or(defaults.min_p));
@@ -116,6 +172,15 @@ void read_sampling(FieldReader& fields, const ServingDefaults& defaults, const E
   constexpr int64_t kAnyPriority = std::numeric_limits<int32_t>::max();
   call.priority = static_cast<int32_t>(fields.integer("priority", -kAnyPriority, kAnyPriority).value_or(0));
   if (const std::string* salt = fields.string("cache_salt")) call.cache_salt = *salt;
+}
+
+void read_logit_edits(FieldReader& fields, const EngineInfo& info, const Tokenizer& tokenizer, ApiCall& call) {
+  SamplingParams& s = call.sampling;
+  s.presence_penalty = static_cast<float>(fields.number("presence_penalty", -kMaxPenalty, kMaxPenalty).value_or(0));
+  s.frequency_penalty = static_cast<float>(fields.number("frequency_penalty", -kMaxPenalty, kMaxPenalty).value_or(0));
+  s.repetition_penalty = positive_number(fields, "repetition_penalty", kMaxRepetitionPenalty).value_or(1.0F);
+  read_logit_bias(fields, info, s);
+  read_bad_words(fields, tokenizer, s);
 }
 
 void read_stops(FieldReader& fields, const EngineInfo& info, ApiCall& call) {

@@ -277,6 +277,7 @@ std::optional<ApiError> parse_chat_call(const Json& body, const ServedModel& mod
   refuse_unsupported(fields);
   read_modalities(fields);
   read_sampling(fields, model.defaults, info, call);
+  read_logit_edits(fields, info, tokenizer, call);
   read_stops(fields, info, call);
   read_delivery(fields, call);
   const bool logprobs = fields.boolean("logprobs").value_or(false);
@@ -298,6 +299,7 @@ std::optional<ApiError> parse_completion_call(const Json& body, const ServedMode
   read_model(fields, model, call);
   refuse_unsupported(fields);
   read_sampling(fields, model.defaults, info, call);
+  read_logit_edits(fields, info, tokenizer, call);
   read_stops(fields, info, call);
   read_delivery(fields, call);
   const auto logprobs = fields.integer("logprobs", 0, SamplingParams::kMaxLogprobs);
