@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/cgroup.h"
 #include "base/file.h"
 #include "base/status.h"
 
@@ -180,20 +181,9 @@ int quota_cpus(const std::string& path) {
 
 int num_usable_cpus() {
   int cpus = affinity_cpus();
-  std::string group;
-  if (const auto text = read_file("/proc/self/cgroup"); text.ok()) {
-    // cgroup v2 has one line, "0::/path"; a limit may sit on any ancestor.
-    const size_t at = text->rfind("0::/", 0) == 0 ? 0 : text->find("\n0::/");
-    if (at != std::string::npos) {
-      const size_t begin = text->find('/', at);
-      group = text->substr(begin, text->find('\n', begin) - begin);
-    }
-  }
-  while (true) {
-    const int quota = quota_cpus("/sys/fs/cgroup" + group + "/cpu.max");
+  for (const std::string& directory : cgroup_directories("cpu")) {
+    const int quota = quota_cpus(directory + "/cpu.max");
     if (quota > 0) cpus = std::min(cpus, quota);
-    if (group.empty()) break;
-    group.resize(group.find_last_of('/'));
   }
   return std::max(cpus, 1);
 }

@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plan/capacity.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstdlib>
-
-#include "base/file.h"
 
 namespace moat {
 
@@ -176,14 +171,6 @@ std::string Capacity::table() const {
   }
   if (!counts.empty()) text += fmt::format("  at once:{}\n", counts);
   return text;
-}
-
-int64_t host_memory_bytes() {
-  const int64_t physical = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
-  const Result<std::string> limit = read_file("/sys/fs/cgroup/memory.max");
-  if (!limit.ok()) return physical;
-  const int64_t bytes = std::strtoll(limit->c_str(), nullptr, 10);  // "max" reads as 0
-  return bytes > 0 ? std::min(bytes, physical) : physical;
 }
 
 }  // namespace moat

@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "model/config.h"
+#include "plan/host_memory.h"
 
 namespace moat {
 
@@ -66,9 +67,6 @@ struct Capacity {
 // The host's bookkeeping is part of what a slot, a block and a sequence cost. Fails with the arithmetic when not even
 // one sequence of max_model_len fits beside the checkpoints that were asked for.
 Result<Capacity> plan_capacity(const ModelConfig& config, const CapacityOptions& options);
-
-// Memory this process may use: the cgroup limit where there is one, else physical memory.
-int64_t host_memory_bytes();
 
 std::string format_bytes(int64_t bytes);  // "1.56 TB", "434.1 MB": powers of ten, as vendors count
 
