@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,7 +33,8 @@ class Arena {
   Arena() = default;  // dry
   explicit Arena(size_t bytes) : buffer_(bytes), capacity_(bytes), dry_(false) {}
 
-  Tensor alloc(DType dtype, Dims dims);  // contiguous, 64-byte aligned, uninitialised
+  Tensor alloc(DType dtype, Dims dims);                            // contiguous, 64-byte aligned, uninitialised
+  std::span<std::byte> memory() const { return buffer_.bytes(); }  // all of it, used or not
   bool dry() const { return dry_; }
   size_t used() const { return used_; }
   size_t high_water() const { return high_water_; }

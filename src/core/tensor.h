@@ -110,6 +110,7 @@ class Buffer {
   explicit Buffer(size_t bytes);
   void* data() const { return data_.get(); }
   size_t size() const { return size_; }
+  std::span<std::byte> bytes() const { return {static_cast<std::byte*>(data_.get()), size_}; }
 
  private:
   struct Free {
