@@ -6,10 +6,19 @@
 // MOAT_UPDATE_PLANS=1 to rewrite the files.
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <filesystem>
+
+#include "core/ceilings.h"
+#include "core/touch.h"
 #include "engine/runner.h"
+#include "engine/step_cost_fit.h"
 #include "golden_file.h"
 #include "model/kimi.h"
+#include "model/loader.h"
 #include "plan/capacity.h"
+#include "plan/decode_bytes.h"
+#include "plan/host_memory.h"
 
 namespace moat {
 namespace {
@@ -232,6 +241,218 @@ TEST(Capacity, TightMemory) {
   }
   EXPECT_EQ(before.max_num_seqs, 32);
   EXPECT_EQ(before.num_checkpoints, 128);
+}
+
+// --- memory of the host ---
+
+// A root directory with /proc/self/cgroup and limits under /sys/fs/cgroup.
+class FakeRoot {
+ public:
+  FakeRoot() : path_(::testing::TempDir() + "moat-cgroup-root") { std::filesystem::remove_all(path_); }
+  ~FakeRoot() { std::filesystem::remove_all(path_); }
+  FakeRoot(const FakeRoot&) = delete;
+  FakeRoot& operator=(const FakeRoot&) = delete;
+
+  FakeRoot& put(const std::string& name, std::string_view text) {
+    std::filesystem::create_directories(std::filesystem::path(path_ + name).parent_path());
+    EXPECT_TRUE(write_file(path_ + name, text).ok());
+    return *this;
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+TEST(HostMemory, SmallestLimitOnTheWayUp) {
+  {
+    FakeRoot root;
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 0) << "nothing is known";
+    root.put("/proc/self/cgroup", "0::/user.slice/moat.service\n");
+    root.put("/sys/fs/cgroup/user.slice/moat.service/memory.max", "max\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 0);
+    root.put("/sys/fs/cgroup/user.slice/memory.max", "4096000000\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 4096000000) << "of an ancestor";
+    root.put("/sys/fs/cgroup/user.slice/moat.service/memory.max", "8192000000\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 4096000000) << "the smaller one";
+    root.put("/sys/fs/cgroup/user.slice/moat.service/memory.max", "2048000000\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 2048000000);
+    root.put("/sys/fs/cgroup/other.slice/memory.max", "1000\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 2048000000) << "not of others";
+  }
+  {  // A container of version 2: its own group is the root that it sees.
+    FakeRoot root;
+    root.put("/proc/self/cgroup", "0::/\n").put("/sys/fs/cgroup/memory.max", "1073741824\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 1073741824);
+  }
+  {  // Version 1, with the controller among others, and the number that stands for no limit.
+    FakeRoot root;
+    root.put("/proc/self/cgroup", "12:cpu,cpuacct:/a\n4:hugetlb,memory:/docker/1f\n1:name=systemd:/b\n0::/c\n");
+    root.put("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 0);
+    root.put("/sys/fs/cgroup/memory/docker/1f/memory.limit_in_bytes", "3000000000\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 3000000000);
+    // A container sees its limit at the root of the mount, and a path that is the host's.
+    root.put("/sys/fs/cgroup/memory/memory.limit_in_bytes", "2000000000\n");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 2000000000);
+  }
+  {  // No file to read, or not what was expected.
+    FakeRoot root;
+    root.put("/proc/self/cgroup", "\n:\nmemory\n0:\n4:memory\n4:memory:relative\n");
+    root.put("/sys/fs/cgroup/memory.max", "lots");
+    EXPECT_EQ(cgroup_memory_limit(root.path()), 0);
+  }
+  EXPECT_GT(host_memory_bytes(), 0);
+}
+
+TEST(HostMemory, TouchedMemoryIsResident) {
+  ThreadPool pool(2);
+  const int64_t bytes = int64_t{64} << 20;
+  const ResidentMemory before = resident_memory();
+  ASSERT_GT(before.anonymous_bytes, 0);
+  ASSERT_GT(before.file_bytes, 0);
+  const Buffer buffer(static_cast<size_t>(bytes));
+  const ResidentMemory allocated = resident_memory();
+  EXPECT_LT(allocated.anonymous_bytes - before.anonymous_bytes, bytes / 2) << "allocation alone takes no pages";
+  touch(pool, buffer.bytes());
+  const ResidentMemory touched = resident_memory();
+  EXPECT_NEAR(static_cast<double>(touched.anonymous_bytes - allocated.anonymous_bytes), static_cast<double>(bytes),
+              0.03 * static_cast<double>(bytes));
+  EXPECT_TRUE(std::all_of(buffer.bytes().begin(), buffer.bytes().end(), [](std::byte b) { return b == std::byte{0}; }));
+  touch(pool, {});
+}
+
+// How the weights of a checkpoint appear: what is used in place as file pages, copies as anonymous memory.
+TEST(HostMemory, WeightsAreResidentOnceLoaded) {
+  ThreadPool pool(2);
+  const ResidentMemory before = resident_memory();
+  const auto loaded = load_model(test::source_dir() + "/models/moat-nano", {}, pool);
+  ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+  const ResidentMemory after = resident_memory();
+  const auto mapped = static_cast<int64_t>((*loaded)->report.bytes_mapped);
+  const auto owned = static_cast<int64_t>((*loaded)->report.bytes_owned);
+  fmt::print("weights: mapped {}, owned {}; resident: files +{}, anonymous +{}\n", format_bytes(mapped),
+             format_bytes(owned), format_bytes(after.file_bytes - before.file_bytes),
+             format_bytes(after.anonymous_bytes - before.anonymous_bytes));
+  EXPECT_GE(after.file_bytes - before.file_bytes, mapped * 97 / 100);
+}
+
+// --- what a step costs ---
+
+TEST(StepCost, LinearBetweenPointsAndBeyondTheLast) {
+  EXPECT_FALSE(StepCost().known());
+  EXPECT_EQ(StepCost().seconds(7, 100, 100), 0);
+  const StepCost cost{.rows_seconds = {{1, 1.0}, {2, 1.5}, {4, 3.5}},
+                      .seconds_per_decode_pair = 0.25,
+                      .seconds_per_prefill_pair = 0.125};
+  EXPECT_EQ(cost.seconds(0, 8, 8), 0) << "no rows, no step";
+  EXPECT_DOUBLE_EQ(cost.seconds(1, 0, 0), 1.0);
+  EXPECT_DOUBLE_EQ(cost.seconds(2, 0, 0), 1.5);
+  EXPECT_DOUBLE_EQ(cost.seconds(3, 0, 0), 2.5);
+  EXPECT_DOUBLE_EQ(cost.seconds(4, 0, 0), 3.5);
+  EXPECT_DOUBLE_EQ(cost.seconds(6, 0, 0), 5.5);
+  EXPECT_DOUBLE_EQ(cost.seconds(2, 4, 8), 1.5 + 1.0 + 1.0);
+  EXPECT_DOUBLE_EQ(cost.scaled(3).seconds(2, 4, 8), 3 * 3.5);
+  EXPECT_DOUBLE_EQ((StepCost{.rows_seconds = {{1, 2.0}}}.seconds(5, 0, 0)), 2.0);
+}
+
+void check_step_cost(const StepCost& cost, int64_t max_rows) {
+  ASSERT_TRUE(cost.known());
+  EXPECT_EQ(cost.rows_seconds.front().first, 1);
+  EXPECT_EQ(cost.rows_seconds.back().first, max_rows);
+  for (size_t i = 1; i < cost.rows_seconds.size(); ++i) {
+    EXPECT_GT(cost.rows_seconds[i].first, cost.rows_seconds[i - 1].first);
+    EXPECT_GE(cost.rows_seconds[i].second, cost.rows_seconds[i - 1].second) << cost.rows_seconds[i].first << " rows";
+  }
+  EXPECT_GT(cost.seconds_per_decode_pair, 0);
+  EXPECT_GT(cost.seconds_per_prefill_pair, 0);
+}
+
+// No weights and no device: a machine of 8 x 8 TB/s. One row is bound by what it reads, and that is what decode_bytes
+// counts.
+TEST(StepCost, OfKimiK3FromItsShapes) {
+  const ModelConfig config = config_of("tests/golden/kimi-k3-release");
+  KimiWeights weights;
+  ASSERT_TRUE(shape_weights(config, {.mxfp4_experts = true}, Parallel{}, weights).ok());
+  const KimiModel model(config, weights);
+  const StepCostOptions o{.arch = host_arch(),
+                          .max_batched_tokens = 3000,
+                          .max_num_seqs = 64,
+                          .block_size = 64,
+                          .read_bytes_per_second = 64e12,
+                          .flops_per_second = 10e15};
+  const double start = now_seconds();
+  const StepCost cost = derive_step_cost(model, o);
+  fmt::print("Kimi K3 at 64 TB/s, 10 PFLOP/s (derived in {:.0f} ms)\n", 1e3 * (now_seconds() - start));
+  for (const auto& [rows, seconds] : cost.rows_seconds) fmt::print("  {:>5} rows {:8.3f} ms\n", rows, 1e3 * seconds);
+  fmt::print("  a decode pair {:.3g} s, a prefill pair {:.3g} s\n", cost.seconds_per_decode_pair,
+             cost.seconds_per_prefill_pair);
+  check_step_cost(cost, 3000);
+  for (const int64_t batch : {1, 8, 64}) {
+    const double floor = decode_step_bytes(config, batch, 0) / o.read_bytes_per_second;
+    EXPECT_NEAR(cost.seconds(batch, 0, 0) / floor, 1.0, 0.1) << batch << " rows";
+  }
+}
+
+// The real thing: only the order of magnitude, since the machine may be busy.
+TEST(StepCost, OfMoatNanoAgainstTheClock) {
+  ThreadPool pool(num_usable_cpus());
+  const auto loaded = load_model(test::source_dir() + "/models/moat-nano", {}, pool);
+  ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+  const ModelConfig& config = (*loaded)->config;
+  const KimiModel model(config, (*loaded)->weights);
+
+  double start = now_seconds();
+  const double bandwidth = measure_read_bandwidth(pool, Effort::kQuick);
+  const double flops = measure_f32_flops(pool, Effort::kQuick);
+  const double measuring = now_seconds() - start;
+  start = now_seconds();
+  const StepCost cost = derive_step_cost(model, {.arch = host_arch(),
+                                                 .max_batched_tokens = 512,
+                                                 .max_num_seqs = 16,
+                                                 .read_bytes_per_second = bandwidth,
+                                                 .flops_per_second = flops});
+  fmt::print("moat-nano at {:.1f} GB/s, {:.1f} GFLOP/s (measured in {:.0f} ms, derived in {:.1f} ms)\n",
+             bandwidth / 1e9, flops / 1e9, 1e3 * measuring, 1e3 * (now_seconds() - start));
+  check_step_cost(cost, 512);
+
+  const RunnerOptions options{
+      .arch = host_arch(), .max_batched_tokens = 512, .max_num_seqs = 16, .max_model_len = 1024};
+  const CacheSizes sizes{.block_size = 16, .num_blocks = 1024, .num_slots = 16};
+  auto dry = dry_run(model, options, sizes, pool);
+  ASSERT_TRUE(dry.ok()) << dry.status().message();
+  CacheMemory caches(config, sizes);
+  Runner runner(model, caches, pool, options, std::move(dry).value());
+  // `decode` sequences of one row, or one prompt of `prefill` rows; returns the best of a few.
+  const auto measure = [&](int decode, int prefill) {
+    StepPlan plan;
+    plan.max_blocks = 64;
+    const int seqs = std::max(decode, 1);
+    for (int s = 0; s < seqs; ++s) {
+      plan.sequences.push_back(static_cast<SequenceId>(s + 1));
+      plan.num_tokens.push_back(decode > 0 ? 1 : prefill);
+      plan.first_positions.push_back(0);
+      plan.state_slots.push_back(s);
+      plan.wants_token.push_back(1);
+      for (int b = 0; b < plan.max_blocks; ++b) plan.block_tables.push_back(s * 64 + b);
+    }
+    plan.token_ids.assign(static_cast<size_t>(decode + prefill), 17);
+    plan.num_decode_seqs = decode;
+    double best = 1e9;
+    for (int i = 0; i < 5; ++i) {
+      const double begin = now_seconds();
+      runner.forward(plan);
+      best = std::min(best, now_seconds() - begin);
+    }
+    return best;
+  };
+  for (const auto& [decode, prefill] : {std::pair{1, 0}, {8, 0}, {0, 512}}) {
+    const double measured = measure(decode, prefill);
+    const double ratio = measured / cost.seconds(decode + prefill, 0.5 * decode, 0.5 * prefill * prefill);
+    fmt::print("  {:>3} rows: measured {:.3f} ms = {:.1f} x expected\n", decode + prefill, 1e3 * measured, ratio);
+    EXPECT_GT(ratio, 0.02);
+    EXPECT_LT(ratio, 50);
+  }
 }
 
 }  // namespace

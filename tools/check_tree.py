@@ -30,7 +30,7 @@ BELOW = {
 THIRD_PARTY = {
     "fmt/": r"",
     "nlohmann/": r"base/json",
-    "hwy/": r"(core/device|ops/|main/ceilings)",
+    "hwy/": r"(core/(device|ceilings)|ops/)",
     "boost/asio": r"server/http\.cc$",
     "boost/beast": r"server/http\.cc$",
     "prometheus/": r"server/metrics\.cc$",

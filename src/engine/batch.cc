@@ -38,18 +38,42 @@ const ForwardInput& Batch::build(const StepPlan& plan, int64_t block_size) {
 }
 
 const ForwardInput& Batch::build_dry(int64_t tokens, int64_t context, int64_t logit_rows, int64_t block_size) {
-  context = std::max(context, tokens);
-  const auto rows = static_cast<size_t>(tokens);
-  token_ids_.assign(rows, 0);
-  positions_.assign(rows, 0);
-  slot_mapping_.assign(rows, 0);
-  cu_seqlens_ = {0, static_cast<int32_t>(tokens)};
-  first_positions_ = {static_cast<int32_t>(context - tokens)};
-  context_lens_ = {static_cast<int32_t>(context)};
-  const int64_t blocks = (context + block_size - 1) / block_size;
-  block_tables_.assign(static_cast<size_t>(blocks), 0);
-  slots_ = {0};
+  set_dry({tokens}, std::max(context, tokens) - tokens, block_size);
   logits_rows_.assign(static_cast<size_t>(logit_rows), 0);
+  input_.logits_rows = logits_rows_;
+  input_.num_decode_seqs = 1;
+  return input_;
+}
+
+const ForwardInput& Batch::build_dry(const DryStep& step, int64_t block_size) {
+  std::vector<int64_t> rows(static_cast<size_t>(step.decode), 1);
+  if (step.prefill_rows > 0) rows.push_back(step.prefill_rows);
+  set_dry(rows, step.cached, block_size);
+  logits_rows_.assign(rows.size(), 0);
+  input_.logits_rows = logits_rows_;
+  input_.num_decode_seqs = step.decode;
+  return input_;
+}
+
+// Sequences of so many rows each, after `cached` tokens.
+void Batch::set_dry(const std::vector<int64_t>& rows, int64_t cached, int64_t block_size) {
+  cu_seqlens_.assign(1, 0);
+  context_lens_.clear();
+  int64_t max_context = 0;
+  for (const int64_t n : rows) {
+    cu_seqlens_.push_back(cu_seqlens_.back() + static_cast<int32_t>(n));
+    context_lens_.push_back(static_cast<int32_t>(cached + n));
+    max_context = std::max(max_context, cached + n);
+  }
+  const size_t seqs = rows.size();
+  const auto tokens = static_cast<size_t>(cu_seqlens_.back());
+  const int64_t blocks = (max_context + block_size - 1) / block_size;
+  token_ids_.assign(tokens, 0);
+  positions_.assign(tokens, 0);
+  slot_mapping_.assign(tokens, 0);
+  first_positions_.assign(seqs, static_cast<int32_t>(cached));
+  slots_.assign(seqs, 0);
+  block_tables_.assign(seqs * static_cast<size_t>(blocks), 0);
   input_ = {.token_ids = token_ids_,
             .positions = positions_,
             .cu_seqlens = cu_seqlens_,
@@ -58,10 +82,7 @@ const ForwardInput& Batch::build_dry(int64_t tokens, int64_t context, int64_t lo
             .slot_mapping = slot_mapping_,
             .block_tables = block_tables_,
             .max_blocks = blocks,
-            .state_slots = slots_,
-            .num_decode_seqs = 1,
-            .logits_rows = logits_rows_};
-  return input_;
+            .state_slots = slots_};
 }
 
 }  // namespace moat

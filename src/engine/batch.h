@@ -19,7 +19,18 @@ class Batch {
   // arbitrary.
   const ForwardInput& build_dry(int64_t tokens, int64_t context, int64_t logit_rows, int64_t block_size);
 
+  // The same for a step of several sequences: `decode` of them with one row each, then, if `prefill_rows` > 0, one of so
+  // many rows, in prefill form. Each has `cached` tokens before the step.
+  struct DryStep {
+    int64_t decode = 0;
+    int64_t prefill_rows = 0;
+    int64_t cached = 0;
+  };
+  const ForwardInput& build_dry(const DryStep& step, int64_t block_size);
+
  private:
+  void set_dry(const std::vector<int64_t>& rows, int64_t cached, int64_t block_size);
+
   std::vector<int32_t> token_ids_, positions_, cu_seqlens_, first_positions_, context_lens_, block_tables_, slots_,
       logits_rows_;
   std::vector<int64_t> slot_mapping_;

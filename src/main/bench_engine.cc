@@ -5,8 +5,8 @@
 #include <charconv>
 
 #include "base/rng.h"
+#include "core/ceilings.h"
 #include "engine/local_engine.h"
-#include "main/ceilings.h"
 #include "main/commands.h"
 #include "plan/capacity.h"
 #include "plan/decode_bytes.h"

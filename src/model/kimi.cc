@@ -17,7 +17,8 @@ namespace {
 
 // T tokens, D hidden, H heads of this rank, W = H * head_dim.
 
-// The rows and sequences of one form of the attention leaves. A dry pass walks both forms at full size.
+// The rows and sequences of one form of the attention leaves. The dry pass that makes a plan walks both forms at full
+// size.
 struct LeafRange {
   int64_t row_begin = 0, row_end = 0;
   int64_t seq_begin = 0, seq_end = 0;
@@ -30,7 +31,7 @@ struct Leaves {
 Leaves split_leaves(const Exec& exec, const ForwardInput& in) {
   const int64_t tokens = in.num_tokens();
   const int64_t seqs = in.num_seqs();
-  if (exec.dry()) return {{0, tokens, 0, seqs}, {0, tokens, 0, seqs}};
+  if (exec.mode() == ExecMode::kDry) return {{0, tokens, 0, seqs}, {0, tokens, 0, seqs}};
   const int64_t rows = in.num_decode_tokens();
   return {{0, rows, 0, in.num_decode_seqs}, {rows, tokens, in.num_decode_seqs, seqs}};
 }

@@ -40,15 +40,18 @@ std::string describe(const GroupedMatmulArgs& a) {
 
 Cost cost(const GroupedMatmulArgs& a) {
   const auto experts = static_cast<int64_t>(a.weights.size());
-  int64_t active = std::min(experts, a.out.dim(0));  // a dry pass has no offsets: as many as there can be
+  double active = 0;  // experts with at least one pair, whose weights are read
   if (a.offsets.data != nullptr) {
-    active = 0;
     for (int64_t e = 0; e < experts; ++e) active += a.offsets.i32()[e + 1] > a.offsets.i32()[e];
+  } else {
+    // A dry pass has no offsets: as many as pairs that fall on any expert alike are expected to hit.
+    const auto count = static_cast<double>(experts);
+    active = count * (1.0 - std::pow(1.0 - 1.0 / count, static_cast<double>(a.out.dim(0))));
   }
   const Tensor& w = a.weights.front();
   return {2.0 * static_cast<double>(a.out.dim(0)) * static_cast<double>(w.count()),
           4.0 * static_cast<double>(a.x.count() + a.out.count()) +
-              static_cast<double>(active) * static_cast<double>(storage_bytes(w.dtype, w.dims))};
+              active * static_cast<double>(storage_bytes(w.dtype, w.dims))};
 }
 
 void reference(const GroupedMatmulArgs& a) {

@@ -87,11 +87,12 @@ class KernelPlan {
 enum class ExecMode {
   kRun,        // through the frozen plan
   kDry,        // record into the plan, touch no data
+  kCost,       // add what each site does at least to the profile, touch no data
   kEager,      // first row that takes the arguments; for tests and tools
   kReference,  // every op by its reference
 };
 
-// Time and work of each site, kept when a Profile is attached.
+// Time and work of each site, kept when a Profile is attached. Under kCost there is no time.
 struct Profile {
   struct Site {
     int64_t calls = 0;
@@ -110,12 +111,12 @@ class Exec {
     Arena* arena = nullptr;
     Comm* comm = nullptr;
     KernelPlan* plan = nullptr;  // kRun: frozen; kDry: being made
-    Profile* profile = nullptr;
+    Profile* profile = nullptr;  // kCost: needed
   };
   explicit Exec(const Options& options) : o_(options) {}
 
   ExecMode mode() const { return o_.mode; }
-  bool dry() const { return o_.mode == ExecMode::kDry; }
+  bool dry() const { return o_.mode == ExecMode::kDry || o_.mode == ExecMode::kCost; }  // no data to touch
   const Arch& arch() const { return o_.arch; }
   ThreadPool& pool() const { return *o_.pool; }
   Arena& arena() const { return *o_.arena; }
@@ -164,6 +165,7 @@ void Exec::call(const char* site, const Op<Args>& op, const Args& args) {
   const Status status = op->check(args);
   MOAT_CHECK(status.ok(), "{}: {}", site, status.message());
   if (o_.mode == ExecMode::kReference) return op->reference(args);
+  if (o_.mode == ExecMode::kCost) return add_profile(site, 0, op->cost(args));
   if (o_.mode == ExecMode::kDry) {
     std::vector<std::pair<int, KernelPlan::Candidate>> rows;
     int64_t workspace = 0;

@@ -4,6 +4,7 @@
 // arithmetic rate), and scaled by what real steps took.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -11,10 +12,12 @@
 namespace moat {
 
 struct StepCost {
-  // Expected seconds of a step of so many rows at no context; ascending in rows. Between the points linear, beyond the
-  // last one by the slope of the last two. Empty: unknown, seconds() is 0 for everything.
+  // Expected seconds of a step of so many rows without what their pairs cost; ascending in rows. Between the points
+  // linear, beyond the last one by the slope of the last two. Empty: unknown, seconds() is 0 for everything.
   std::vector<std::pair<int64_t, double>> rows_seconds;
-  double seconds_per_decode_pair = 0;   // for each (row, cached token) of sequences in decode form
+  // A pair is a row and a token that it attends to, those of its own step included: n rows after c cached tokens are
+  // about n (c + n / 2) pairs.
+  double seconds_per_decode_pair = 0;   // of sequences in decode form
   double seconds_per_prefill_pair = 0;  // ... in prefill form
 
   bool known() const { return !rows_seconds.empty(); }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "main/ceilings.cc"
+#define HWY_TARGET_INCLUDE "core/ceilings.cc"
 #include <hwy/foreach_target.h>
 // after foreach_target
 #include <hwy/highway.h>
 
-#include "main/ceilings.h"
+#include "core/ceilings.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace moat::HWY_NAMESPACE {
@@ -56,20 +56,31 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 
-#include "core/device.h"
 #include "core/tensor.h"
-#include "main/commands.h"
-#include "ops/select.h"
 
 namespace moat {
 
 HWY_EXPORT(read_words);
 HWY_EXPORT(fma_rounds);
 
-double measure_read_bandwidth(ThreadPool& pool) {
-  // Larger than any last-level cache of one socket today.
-  const size_t bytes = size_t{1} << 30;
+namespace {
+
+int num_passes(Effort effort) { return effort == Effort::kQuick ? 2 : 5; }
+
+template <class Body>
+double seconds_of(const Body& body) {
+  const auto start = std::chrono::steady_clock::now();
+  body();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+double measure_read_bandwidth(ThreadPool& pool, Effort effort) {
+  // Larger than any last-level cache of one socket today; in haste, than most.
+  const size_t bytes = effort == Effort::kQuick ? size_t{1} << 27 : size_t{1} << 30;
   const Buffer buffer(bytes);
   auto* words = static_cast<uint32_t*>(buffer.data());
   const auto count = static_cast<int64_t>(bytes / 4);
@@ -79,49 +90,34 @@ double measure_read_bandwidth(ThreadPool& pool) {
   });
   std::atomic<uint32_t> sink{0};
   double best = 0;
-  for (int pass = 0; pass < 5; ++pass) {
-    const double start = now_seconds();
-    pool.parallel_for(count, kGrain, [&](int64_t begin, int64_t end) {
-      sink += HWY_DYNAMIC_DISPATCH(read_words)(words + begin, static_cast<size_t>(end - begin));
+  for (int pass = 0; pass < num_passes(effort); ++pass) {
+    const double seconds = seconds_of([&] {
+      pool.parallel_for(count, kGrain, [&](int64_t begin, int64_t end) {
+        sink += HWY_DYNAMIC_DISPATCH(read_words)(words + begin, static_cast<size_t>(end - begin));
+      });
     });
-    best = std::max(best, static_cast<double>(bytes) / (now_seconds() - start));
+    best = std::max(best, static_cast<double>(bytes) / seconds);
   }
   MOAT_CHECK(sink != 1, "unlikely");  // uses the sum
   return best;
 }
 
-double measure_f32_flops(ThreadPool& pool) {
+double measure_f32_flops(ThreadPool& pool, Effort effort) {
   double best = 0;
-  for (int pass = 0; pass < 5; ++pass) {
+  for (int pass = 0; pass < num_passes(effort); ++pass) {
     std::atomic<int64_t> operations{0};
-    const double start = now_seconds();
-    pool.parallel_for(pool.num_threads() * 4, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        float sink = 0;
-        operations += static_cast<int64_t>(HWY_DYNAMIC_DISPATCH(fma_rounds)(2'000'000, &sink));
-        MOAT_CHECK(sink == sink, "{}", sink);
-      }
+    const double seconds = seconds_of([&] {
+      pool.parallel_for(pool.num_threads() * 4, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          float sink = 0;
+          operations += static_cast<int64_t>(HWY_DYNAMIC_DISPATCH(fma_rounds)(2'000'000, &sink));
+          MOAT_CHECK(sink == sink, "{}", sink);
+        }
+      });
     });
-    best = std::max(best, static_cast<double>(operations) / (now_seconds() - start));
+    best = std::max(best, static_cast<double>(operations) / seconds);
   }
   return best;
-}
-
-Status bench_ceilings_command(const BenchCeilingsOptions& o) {
-  ThreadPool pool(o.threads > 0 ? o.threads : num_usable_cpus());
-  const double bandwidth = measure_read_bandwidth(pool);
-  const double flops = measure_f32_flops(pool);
-  if (o.json) {
-    fmt::print("{}\n", Json::object({{"isa", host_arch().level},
-                                     {"threads", pool.num_threads()},
-                                     {"read_bandwidth_gb_per_second", bandwidth / 1e9},
-                                     {"f32_gflops", flops / 1e9}})
-                           .dump());
-    return {};
-  }
-  fmt::print("{}  threads {}\n  read bandwidth  {:8.1f} GB/s  (1 GiB buffer)\n  f32 FMA         {:8.1f} GFLOP/s\n",
-             host_arch().name, pool.num_threads(), bandwidth / 1e9, flops / 1e9);
-  return {};
 }
 
 }  // namespace moat
