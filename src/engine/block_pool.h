@@ -18,6 +18,8 @@ class BlockPool {
   int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
   int64_t num_used() const { return num_blocks() - num_free(); }
 
+  int32_t ref_count(int32_t block) const { return ref_counts_[static_cast<size_t>(block)]; }
+
   // `count` blocks with one reference each, or nothing.
   std::optional<std::vector<int32_t>> allocate(int64_t count);
   void add_reference(int32_t block);

@@ -1,81 +1,251 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/cache.h"
 
+#include <algorithm>
+#include <limits>
 #include <set>
 
 #include "base/status.h"
 
 namespace moat {
 
-CacheLedger::CacheLedger(const CacheSizes& sizes) : sizes_(sizes), blocks_(sizes.num_blocks), slots_(sizes.num_slots) {
+CacheLedger::CacheLedger(const CacheSizes& sizes, const LedgerOptions& options)
+    : sizes_(sizes),
+      options_(options),
+      blocks_(sizes.num_blocks),
+      slots_(sizes.num_slots),
+      prefixes_({.block_size = sizes.block_size,
+                 .token_bytes = options.token_bytes,
+                 .slot_bytes = options.slot_bytes,
+                 .score = options.score},
+                blocks_, slots_) {
   MOAT_CHECK(sizes.block_size > 0, "block size {}", sizes.block_size);
 }
 
-std::optional<int64_t> CacheLedger::admit(const Admission& admission) {
-  MOAT_CHECK(!holdings_.contains(admission.sequence), "sequence {} is admitted twice", admission.sequence);
-  auto slot = slots_.allocate(1);
-  if (!slot) return std::nullopt;
-  auto blocks = blocks_.allocate(blocks_for(admission.reserve_tokens));
-  if (!blocks) {
-    slots_.release(slot->front());
+KeyChain CacheLedger::new_chain(std::string_view salt) const {
+  return KeyChain(root_key(options_.hash_seed, epoch_, salt), sizes_.block_size);
+}
+
+int64_t CacheLedger::restorable(std::span<const int32_t> ids, std::span<const BlockKey> keys) const {
+  if (!caching() || ids.empty()) return 0;
+  const auto most = static_cast<size_t>((static_cast<int64_t>(ids.size()) - 1) / sizes_.block_size);
+  const PrefixCache::Match match = prefixes_.find(keys.first(std::min(most, keys.size())), ids);
+  return static_cast<int64_t>(match.blocks.size()) * sizes_.block_size;
+}
+
+CacheLedger::Lease CacheLedger::new_lease() {
+  if (free_leases_.empty()) {
+    free_leases_.push_back(static_cast<Lease>(leases_.size()));
+    leases_.emplace_back();
+  }
+  const Lease lease = free_leases_.back();
+  free_leases_.pop_back();
+  return lease;
+}
+
+bool CacheLedger::make_free_blocks(int64_t count) {
+  while (blocks_.num_free() < count) {
+    if (!prefixes_.evict_for_block()) return false;
+  }
+  return true;
+}
+
+// A slot for a live sequence: a free one, or that of the cheapest checkpoint. If that is the one to restore, the slot
+// changes hands with its contents.
+std::optional<int32_t> CacheLedger::take_slot_for_state(int32_t restore_from) {
+  if (const auto slot = slots_.allocate(1)) return slot->front();
+  std::optional<int32_t> victim = prefixes_.victim(std::numeric_limits<double>::infinity());
+  if (!victim) return std::nullopt;
+  prefixes_.note_eviction(prefixes_.score(*victim));
+  if (*victim == restore_from) {
+    prefixes_.detach(*victim);
+    return victim;
+  }
+  prefixes_.evict(*victim);
+  return slots_.allocate(1)->front();
+}
+
+std::optional<CacheLedger::Admitted> CacheLedger::admit(const Admission& admission, std::vector<StateCopy>& restores) {
+  PrefixCache::Match match;
+  if (caching() && admission.restore && !admission.ids.empty()) {
+    const auto most = static_cast<size_t>((static_cast<int64_t>(admission.ids.size()) - 1) / sizes_.block_size);
+    match = prefixes_.find(admission.keys.first(std::min(most, admission.keys.size())), admission.ids);
+  }
+  for (const int32_t block : match.blocks) prefixes_.add_user(block);
+  const int64_t wanted = blocks_for(static_cast<int64_t>(admission.ids.size()));
+  const int64_t missing = wanted - static_cast<int64_t>(match.blocks.size());
+  const bool slot_is_there = slots_.num_free() > 0 || prefixes_.num_checkpoints() > 0;
+  if (!slot_is_there || blocks_available() < missing + admission.headroom) {
+    for (auto it = match.blocks.rbegin(); it != match.blocks.rend(); ++it) prefixes_.remove_user(*it);
     return std::nullopt;
   }
-  holdings_[admission.sequence] = {std::move(*blocks), slot->front(), admission.reserve_tokens};
-  return 0;
+  prefixes_.tick();
+  if (match.slot >= 0) prefixes_.note_hit(match.slot);
+  const int32_t slot = *take_slot_for_state(match.slot);
+  if (match.slot >= 0) {
+    if (slot != match.slot) restores.push_back({.from = match.slot, .to = slot});
+    ++restored_total_;
+  }
+  MOAT_CHECK(make_free_blocks(missing), "{} blocks are available, {} could not be freed", blocks_available(), missing);
+  const Lease lease = new_lease();
+  Holding& holding = at(lease);
+  holding.blocks = std::move(match.blocks);
+  holding.num_indexed = static_cast<int64_t>(holding.blocks.size());
+  const std::vector<int32_t> fresh = *blocks_.allocate(missing);
+  holding.blocks.insert(holding.blocks.end(), fresh.begin(), fresh.end());
+  holding.slot = slot;
+  holding.shares = caching();
+  holding.epoch = epoch_;
+  ++num_live_;
+  return Admitted{lease, holding.num_indexed * sizes_.block_size};
 }
 
-void CacheLedger::free(SequenceId sequence) {
-  const auto it = holdings_.find(sequence);
-  MOAT_CHECK(it != holdings_.end(), "sequence {} holds nothing", sequence);
-  for (const int32_t block : it->second.blocks) blocks_.release(block);
-  slots_.release(it->second.slot);
-  holdings_.erase(it);
+bool CacheLedger::extend(Lease lease, int64_t tokens) {
+  std::vector<int32_t>& blocks = at(lease).blocks;
+  const int64_t wanted = blocks_for(tokens);
+  while (static_cast<int64_t>(blocks.size()) < wanted) {
+    if (!make_free_blocks(1)) return false;
+    blocks.push_back(blocks_.allocate(1)->front());
+  }
+  return true;
 }
 
-std::span<const int32_t> CacheLedger::block_table(SequenceId sequence) const { return holdings_.at(sequence).blocks; }
+bool CacheLedger::is_current(const Made& made) const {
+  return made.slot >= 0 && prefixes_.is_attached(made.slot) && prefixes_.serial(made.slot) == made.serial;
+}
 
-int32_t CacheLedger::state_slot(SequenceId sequence) const { return holdings_.at(sequence).slot; }
+std::optional<int32_t> CacheLedger::take_slot_for_checkpoint(const BlockKey& key, int64_t tokens, int64_t saved,
+                                                             SaveKind kind) {
+  if (const auto slot = slots_.allocate(1)) return slot->front();
+  if (kind == SaveKind::kOptional) return std::nullopt;
+  const std::optional<int32_t> victim = prefixes_.victim(prefixes_.score_of_new(key, tokens, saved));
+  if (!victim) return std::nullopt;
+  prefixes_.note_eviction(prefixes_.score(*victim));
+  prefixes_.evict(*victim);
+  return slots_.allocate(1)->front();
+}
+
+void CacheLedger::plan_save(Lease lease, std::span<const BlockKey> keys, int64_t position, SaveKind kind,
+                            std::vector<StateCopy>& saves) {
+  Holding& holding = at(lease);
+  if (!holding.shares || holding.epoch != epoch_) return;
+  MOAT_CHECK(position > 0 && position % sizes_.block_size == 0, "a checkpoint at {}, blocks are of {}", position,
+             sizes_.block_size);
+  const BlockKey& key = keys[static_cast<size_t>(position / sizes_.block_size - 1)];
+  if (prefixes_.has_checkpoint(key)) return;
+  std::optional<int32_t> slot;
+  if (kind == SaveKind::kRolling && is_current(holding.rolling) && prefixes_.hits(holding.rolling.slot) == 0) {
+    slot = holding.rolling.slot;  // nobody came back to the shorter one
+    prefixes_.detach(*slot);
+  } else {
+    const int64_t above =
+        holding.num_indexed == 0
+            ? 0
+            : prefixes_.checkpoint_above(holding.blocks[static_cast<size_t>(holding.num_indexed - 1)]);
+    slot = take_slot_for_checkpoint(key, position, position - above, kind);
+  }
+  if (!slot) return;
+  holding.pending.push_back({.position = position, .slot = *slot, .rolling = kind == SaveKind::kRolling});
+  saves.push_back({.from = holding.slot, .to = *slot});
+}
+
+void CacheLedger::commit(Lease lease, std::span<const int32_t> ids, std::span<const BlockKey> keys,
+                         int64_t num_computed) {
+  Holding& holding = at(lease);
+  if (!holding.shares) return;
+  const int64_t full = num_computed / sizes_.block_size;
+  for (int64_t b = holding.num_indexed; b < full && holding.shares; ++b) {
+    const auto i = static_cast<size_t>(b);
+    const int32_t parent = b == 0 ? -1 : holding.blocks[i - 1];
+    const auto first = static_cast<size_t>(b * sizes_.block_size);
+    const int32_t node = prefixes_.insert(keys[i], parent, ids.subspan(first, static_cast<size_t>(sizes_.block_size)),
+                                          holding.blocks[i]);
+    if (node < 0) {
+      holding.shares = false;
+    } else {
+      holding.blocks[i] = node;
+      holding.num_indexed = b + 1;
+    }
+  }
+  std::erase_if(holding.pending, [&](const PendingSave& save) {
+    if (save.position > num_computed) return false;  // of a later step that is already planned
+    const int64_t node = save.position / sizes_.block_size - 1;
+    const bool kept = holding.epoch == epoch_ && node < holding.num_indexed &&
+                      prefixes_.attach(holding.blocks[static_cast<size_t>(node)], save.slot);
+    if (!kept) {
+      slots_.release(save.slot);
+      return true;
+    }
+    ++saved_total_;
+    const Made made{save.slot, prefixes_.serial(save.slot)};
+    if (save.rolling) holding.rolling = made;
+    holding.made.push_back(made);
+    return true;
+  });
+}
+
+void CacheLedger::free(Lease lease, bool keep) {
+  Holding& holding = at(lease);
+  MOAT_CHECK(holding.slot >= 0, "lease {} holds nothing", lease);
+  for (const PendingSave& save : holding.pending) slots_.release(save.slot);
+  if (!keep) {
+    for (const Made& made : holding.made) {
+      if (is_current(made)) prefixes_.evict(made.slot);
+    }
+  }
+  for (int64_t b = static_cast<int64_t>(holding.blocks.size()) - 1; b >= 0; --b) {
+    const int32_t block = holding.blocks[static_cast<size_t>(b)];
+    if (b < holding.num_indexed) {
+      prefixes_.remove_user(block);
+    } else {
+      blocks_.release(block);
+    }
+  }
+  slots_.release(holding.slot);
+  holding = {};
+  free_leases_.push_back(lease);
+  --num_live_;
+}
+
+void CacheLedger::flush() {
+  ++epoch_;
+  prefixes_.clear();
+}
 
 void CacheLedger::check_invariants() const {
   blocks_.check_invariants();
   slots_.check_invariants();
-  std::set<int32_t> blocks;
+  prefixes_.check_invariants();
+  std::vector<int32_t> uses(static_cast<size_t>(blocks_.num_blocks()), 0);
   std::set<int32_t> slots;
-  for (const auto& [id, holding] : holdings_) {
-    for (const int32_t b : holding.blocks) MOAT_CHECK(blocks.insert(b).second, "C1: block {} is in two tables", b);
+  int64_t live = 0;
+  int64_t pending = 0;
+  for (const Holding& holding : leases_) {
+    if (holding.slot < 0) continue;
+    ++live;
+    for (size_t b = 0; b < holding.blocks.size(); ++b) {
+      const int32_t block = holding.blocks[b];
+      ++uses[static_cast<size_t>(block)];
+      const bool indexed = static_cast<int64_t>(b) < holding.num_indexed;
+      MOAT_CHECK(prefixes_.is_node(block) == indexed, "C3: block {} is {}a node", block, indexed ? "not " : "");
+    }
     MOAT_CHECK(slots.insert(holding.slot).second, "C2: slot {} is held twice", holding.slot);
-    MOAT_CHECK(static_cast<int64_t>(holding.blocks.size()) == blocks_for(holding.reserve_tokens), "C3: sequence {}",
-               id);
+    for (const PendingSave& save : holding.pending) {
+      ++pending;
+      MOAT_CHECK(slots.insert(save.slot).second, "C2: slot {} is held twice", save.slot);
+    }
   }
-  MOAT_CHECK(static_cast<int64_t>(blocks.size()) == blocks_.num_used(), "C1: {} blocks in tables, {} used",
-             blocks.size(), blocks_.num_used());
-  MOAT_CHECK(static_cast<int64_t>(slots.size()) == slots_.num_used(), "C2: {} slots held, {} used", slots.size(),
-             slots_.num_used());
+  for (int32_t b = 0; b < blocks_.num_blocks(); ++b) {
+    const int32_t expected = uses[static_cast<size_t>(b)] + (prefixes_.is_node(b) ? 1 : 0);
+    MOAT_CHECK(blocks_.ref_count(b) == expected, "C1: block {} has {} references, expected {}", b, blocks_.ref_count(b),
+               expected);
+  }
+  for (const int32_t slot : slots) MOAT_CHECK(!prefixes_.is_attached(slot), "C2: slot {} is also a checkpoint", slot);
+  MOAT_CHECK(live == num_live_, "C2: {} live leases, {} counted", live, num_live_);
+  MOAT_CHECK(slots_.num_used() == live + pending + prefixes_.num_checkpoints(),
+             "C4: {} slots used by {} sequences, {} planned and {} kept checkpoints", slots_.num_used(), live, pending,
+             prefixes_.num_checkpoints());
+  MOAT_CHECK(blocks_.num_free() + blocks_used() + blocks_cached() == blocks_.num_blocks(), "C4: blocks");
 }
-
-CacheView dry_cache_view(const ModelConfig& config, const CacheSizes& sizes) {
-  CacheView view;
-  view.block_size = sizes.block_size;
-  view.mla = make_tensor(nullptr, DType::kF32,
-                         {config.num_mla_layers(), sizes.num_blocks * sizes.block_size, config.mla_row()});
-  view.kda_state = make_tensor(
-      nullptr, DType::kF32,
-      {config.num_kda_layers(), sizes.num_slots, config.kda_num_heads, config.kda_head_dim, config.kda_head_dim});
-  view.kda_conv = make_tensor(
-      nullptr, DType::kF32, {config.num_kda_layers(), sizes.num_slots, 3, config.conv_kernel - 1, config.kda_width()});
-  return view;
-}
-
-CacheMemory::CacheMemory(const ModelConfig& config, const CacheSizes& sizes) : view_(dry_cache_view(config, sizes)) {
-  const auto fill = [](Buffer& buffer, Tensor& tensor) {
-    buffer = Buffer(static_cast<size_t>(storage_bytes(tensor.dtype, tensor.dims)));
-    tensor.data = buffer.data();
-  };
-  fill(mla_, view_.mla);
-  fill(state_, view_.kda_state);
-  fill(conv_, view_.kda_conv);
-}
-
-int64_t CacheMemory::bytes() const { return static_cast<int64_t>(mla_.size() + state_.size() + conv_.size()); }
 
 }  // namespace moat

@@ -2,6 +2,7 @@
 #include "engine/local_engine.h"
 
 #include <algorithm>
+#include <random>
 
 #include "base/log.h"
 #include "engine/sampling_check.h"
@@ -33,12 +34,21 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
                            .arena_bytes = dry.arena_bytes,
                            .block_size = o.block_size,
                            .max_model_len = max_len,
-                           .max_num_seqs = o.max_num_seqs};
+                           .max_num_seqs = o.max_num_seqs,
+                           .checkpoint_memory_bytes = o.prefix_cache ? o.checkpoint_memory_bytes : 0};
   MOAT_ASSIGN(parts.capacity, plan_capacity(config, capacity));
   parts.scheduler_options = {.max_num_seqs = parts.capacity.max_num_seqs,
                              .max_batched_tokens = o.max_batched_tokens,
                              .max_model_len = max_len,
-                             .eos_token_id = config.eos_token_id};
+                             .eos_token_id = config.eos_token_id,
+                             .max_step_seconds = o.max_step_seconds,
+                             .checkpoint_interval = o.checkpoint_interval,
+                             .deterministic = o.deterministic};
+  std::random_device entropy;
+  parts.ledger_options = {.prefix_cache = o.prefix_cache,
+                          .hash_seed = uint64_t{entropy()} << 32 | entropy(),
+                          .token_bytes = block_bytes(config, 1),
+                          .slot_bytes = slot_bytes(config)};
   parts.caches = std::make_unique<CacheMemory>(config, parts.capacity.cache);
   parts.runner = std::make_unique<Runner>(*parts.model, *parts.caches, pool, runner, std::move(dry));
   parts.info = {.vocab_size = static_cast<int32_t>(config.vocab_size),
@@ -51,7 +61,9 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
 }
 
 LocalEngine::LocalEngine(EngineParts parts, int64_t max_queued)
-    : parts_(std::move(parts)), max_queued_(max_queued), scheduler_(parts_.scheduler_options, parts_.capacity.cache) {
+    : parts_(std::move(parts)),
+      max_queued_(max_queued),
+      scheduler_(parts_.scheduler_options, parts_.capacity.cache, parts_.ledger_options) {
   stats_.blocks_total = parts_.capacity.cache.num_blocks;
   stats_.slots_total = parts_.capacity.cache.num_slots;
   thread_ = std::thread([this] { loop(); });
@@ -124,12 +136,19 @@ void LocalEngine::cancel(RequestHandle handle) {
   const std::lock_guard lock(mutex_);
   Message message;
   message.id = handle;
-  message.is_cancel = true;
+  message.kind = Message::Kind::kCancel;
   inbox_.push_back(std::move(message));
   wake_.notify_one();
 }
 
-void LocalEngine::flush_cache() {}
+// The inbox keeps the order, so what is submitted later finds nothing.
+void LocalEngine::flush_cache() {
+  const std::lock_guard lock(mutex_);
+  Message message;
+  message.kind = Message::Kind::kFlush;
+  inbox_.push_back(std::move(message));
+  wake_.notify_one();
+}
 
 void LocalEngine::drain(std::chrono::steady_clock::time_point deadline) {
   std::unique_lock lock(mutex_);
@@ -153,11 +172,12 @@ bool LocalEngine::take_inbox() {
     if (cancel_all_ && !stopping_) cancel_all_ = num_live_ > 0;
   }
   for (Message& m : messages) {
-    if (m.is_cancel) {
-      scheduler_.cancel(m.id);
-    } else {
-      live_.emplace(m.id, std::move(m.live));
-      scheduler_.add(m.id, std::move(m.request));
+    switch (m.kind) {
+      case Message::Kind::kCancel: scheduler_.cancel(m.id); break;
+      case Message::Kind::kFlush: scheduler_.flush_cache(); break;
+      case Message::Kind::kSubmit:
+        live_.emplace(m.id, std::move(m.live));
+        scheduler_.add(m.id, std::move(m.request), now());
     }
   }
   if (cancel_all) {
@@ -170,9 +190,12 @@ void LocalEngine::loop() {
   StepPlan plan;
   std::vector<SequenceEvent> events;
   while (take_inbox()) {
-    scheduler_.schedule(plan, events);
+    scheduler_.schedule(plan, events, now());
     publish(events);
-    if (plan.empty()) continue;
+    if (plan.empty()) {
+      MOAT_CHECK(scheduler_.num_running() == 0, "nothing can go on: {}", scheduler_.describe());
+      continue;
+    }
     note_started(plan);
     const StepResult result = parts_.runner->run(plan, scheduler_);
     scheduler_.advance(plan, result, events);
@@ -194,11 +217,24 @@ void LocalEngine::note_started(const StepPlan& plan) {
   }
   const std::lock_guard lock(mutex_);
   num_unstarted_ -= started;
-  stats_.num_waiting = num_unstarted_;
-  stats_.num_running = scheduler_.num_running();
-  stats_.blocks_used = scheduler_.ledger().blocks_used();
-  stats_.slots_used = scheduler_.ledger().slots_used();
   ++stats_.steps_total;
+  take_stats(num_live_);
+}
+
+double LocalEngine::now() const { return std::chrono::duration<double>(Clock::now() - started_).count(); }
+
+void LocalEngine::take_stats(int64_t num_live) {
+  const CacheLedger& ledger = scheduler_.ledger();
+  stats_.num_running = scheduler_.num_running();
+  stats_.num_waiting = num_live - stats_.num_running;
+  stats_.blocks_used = ledger.blocks_used();
+  stats_.blocks_cached = ledger.blocks_cached();
+  stats_.slots_used = ledger.slots_used();
+  stats_.checkpoints = ledger.checkpoints();
+  stats_.checkpoints_saved_total = ledger.saved_total();
+  stats_.checkpoints_restored_total = ledger.restored_total();
+  stats_.checkpoints_evicted_total = ledger.evicted_total();
+  stats_.preemptions_total = scheduler_.stats().preemptions;
 }
 
 void LocalEngine::count(const TokenEvent& event) {
@@ -242,10 +278,7 @@ void LocalEngine::publish(std::vector<SequenceEvent>& events) {
       count(e.event);
       if (last) {
         if (unstarted) --num_unstarted_;
-        stats_.num_waiting = num_unstarted_;
-        stats_.num_running = scheduler_.num_running();
-        stats_.blocks_used = scheduler_.ledger().blocks_used();
-        stats_.slots_used = scheduler_.ledger().slots_used();
+        take_stats(num_live_ - 1);
       }
     }
     live.sink(std::move(e.event));

@@ -27,7 +27,7 @@ struct EngineOptions {
   int64_t max_num_seqs = 64;
   int64_t max_batched_tokens = 2048;
   int64_t max_queued = 256;  // requests that may wait
-  int64_t block_size = 16;
+  int64_t block_size = 64;
   int64_t memory_bytes = 0;  // 0: what the machine or its cgroup has
   double memory_fraction = 0.9;
   bool prefix_cache = true;              // false: every prompt is computed from its first token
@@ -43,6 +43,7 @@ struct EngineOptions {
 struct EngineParts {
   std::unique_ptr<KimiModel> model;
   SchedulerOptions scheduler_options;
+  LedgerOptions ledger_options;
   Capacity capacity;
   std::unique_ptr<CacheMemory> caches;
   std::unique_ptr<Runner> runner;
@@ -74,21 +75,25 @@ class LocalEngine final : public Engine {
     bool has_started = false, has_token = false;
   };
   struct Message {
+    enum class Kind { kSubmit, kCancel, kFlush };
+    Kind kind = Kind::kSubmit;
     SequenceId id = 0;
-    bool is_cancel = false;
     Request request;
     Live live;
   };
 
   void loop();
-  bool take_inbox();  // waits while idle; false: time to stop
+  bool take_inbox();   // waits while idle; false: time to stop
+  double now() const;  // seconds since the engine started
   void note_started(const StepPlan& plan);
+  void take_stats(int64_t num_live);  // of the scheduler; mutex_ is held
   void publish(std::vector<SequenceEvent>& events);
   void count(const TokenEvent& event);
   Status check_request(const Request& request) const;
 
   EngineParts parts_;
   const int64_t max_queued_;
+  const Clock::time_point started_ = Clock::now();
   Scheduler scheduler_;                        // engine thread
   std::unordered_map<SequenceId, Live> live_;  // engine thread
 

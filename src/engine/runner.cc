@@ -66,7 +66,9 @@ StepResult Runner::run(const StepPlan& plan, Scheduler& scheduler) {
   const ArenaScope scope(arena_);
   const ForwardInput& input = batch_.build(plan, caches_.view().block_size);
   exec.begin_step(input.num_tokens());
+  caches_.copy_states(plan.restores, pool_);
   const ForwardOutput output = model_.forward(exec, input, caches_.view());
+  caches_.copy_states(plan.saves, pool_);
 
   StepResult result;
   std::vector<SampleRow> rows;

@@ -7,6 +7,7 @@
 
 #include "engine/batch.h"
 #include "engine/cache.h"
+#include "engine/cache_memory.h"
 #include "engine/sampler.h"
 #include "engine/scheduler.h"
 #include "model/model.h"

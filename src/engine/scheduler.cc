@@ -8,6 +8,14 @@
 #include "ops/kda.h"
 
 namespace moat {
+namespace {
+
+// A step that is full otherwise still takes a little of the first prompt in line, so that prompts end, too.
+constexpr int64_t kLeastPrefill = 16;
+
+int64_t round_down(int64_t value, int64_t unit) { return value / unit * unit; }
+
+}  // namespace
 
 void StepPlan::clear() {
   sequences.clear();
@@ -16,26 +24,37 @@ void StepPlan::clear() {
   state_slots.clear();
   wants_token.clear();
   token_ids.clear();
-  block_tables.clear();
   max_blocks = 0;
   num_decode_seqs = 0;
+  restores.clear();
+  saves.clear();
 }
 
-Scheduler::Scheduler(const SchedulerOptions& options, const CacheSizes& cache_sizes)
-    : options_(options), ledger_(cache_sizes) {
+Scheduler::Scheduler(const SchedulerOptions& options, const CacheSizes& cache_sizes,
+                     const LedgerOptions& ledger_options)
+    : options_(options), ledger_(cache_sizes, ledger_options) {
   MOAT_CHECK(options.max_batched_tokens > 0 && options.max_num_seqs > 0 && options.max_model_len > 0,
              "max_batched_tokens {}, max_num_seqs {}, max_model_len {}", options.max_batched_tokens,
              options.max_num_seqs, options.max_model_len);
+  MOAT_CHECK(cache_sizes.num_slots >= options.max_num_seqs, "{} slots for {} sequences", cache_sizes.num_slots,
+             options.max_num_seqs);
 }
 
-void Scheduler::add(SequenceId id, Request request) {
+void Scheduler::add(SequenceId id, Request request, double now) {
   auto sequence = std::make_unique<Sequence>();
-  sequence->id = id;
-  sequence->tokens = request.prompt_ids;
-  sequence->request = std::move(request);
-  Sequence* raw = sequence.get();
+  Sequence& s = *sequence;
+  s.id = id;
+  s.rank = {now + options_.seconds_per_priority * static_cast<double>(request.priority), id};
+  if (request.timeout_seconds > 0) s.deadline = now + request.timeout_seconds;
+  next_deadline_ = std::min(next_deadline_, s.deadline);
+  s.tokens = request.prompt_ids;
+  s.request = std::move(request);
+  if (ledger_.caching()) {
+    s.chain = ledger_.new_chain(s.request.cache_salt);
+    s.chain.extend(s.tokens);
+  }
   MOAT_CHECK(sequences_.emplace(id, std::move(sequence)).second, "sequence id {} is not new", id);
-  waiting_.emplace(std::pair(raw->request.priority, id), raw);
+  waiting_.emplace(s.rank, &s);
 }
 
 void Scheduler::cancel(SequenceId id) {
@@ -50,104 +69,278 @@ void Scheduler::end(Sequence& sequence, TokenEvent event, std::vector<SequenceEv
   event.num_prompt_tokens = static_cast<int32_t>(sequence.num_prompt());
   event.num_cached_tokens = static_cast<int32_t>(sequence.num_cached);
   const SequenceId id = sequence.id;
-  events.push_back({id, std::move(event)});
-  if (waiting_.erase({sequence.request.priority, id}) == 0) {
-    ledger_.free(id);
+  if (sequence.lease < 0) {
+    waiting_.erase(sequence.rank);
+  } else {
+    ledger_.free(sequence.lease, event.finish != FinishReason::kError);
     std::erase(running_, &sequence);
   }
+  events.push_back({id, std::move(event)});
   sequences_.erase(id);
 }
 
-void Scheduler::end_cancelled(std::vector<SequenceEvent>& events) {
-  if (!any_cancelled_) return;
+void Scheduler::end_overdue(double now, std::vector<SequenceEvent>& events) {
+  if (!any_cancelled_ && now < next_deadline_) return;
   any_cancelled_ = false;
-  std::vector<Sequence*> cancelled;
-  for (auto& [key, sequence] : waiting_) {
-    if (sequence->cancelled) cancelled.push_back(sequence);
-  }
-  for (Sequence* sequence : running_) {
-    if (sequence->cancelled) cancelled.push_back(sequence);
-  }
-  for (Sequence* sequence : cancelled) {
+  next_deadline_ = std::numeric_limits<double>::infinity();
+  std::vector<Sequence*> ending;
+  const auto look_at = [&](Sequence* s) {
+    const bool over = s->cancelled || now >= s->deadline;
+    if (over && s->in_flight == 0) return ending.push_back(s);
+    any_cancelled_ |= s->cancelled;
+    next_deadline_ = std::min(next_deadline_, s->deadline);
+  };
+  for (auto& [rank, sequence] : waiting_) look_at(sequence);
+  for (Sequence* sequence : running_) look_at(sequence);
+  for (Sequence* s : ending) {
     TokenEvent event;
-    event.finish = FinishReason::kCancelled;
-    end(*sequence, std::move(event), events);
+    event.finish = s->cancelled ? FinishReason::kCancelled : FinishReason::kTimeout;
+    if (!s->cancelled) {
+      event.error = deadline_exceeded("the request's {} s are over: {} of {} prompt tokens computed, {} generated",
+                                      s->request.timeout_seconds, std::min(s->num_computed, s->num_prompt()),
+                                      s->num_prompt(), s->size() - s->num_prompt());
+    }
+    end(*s, std::move(event), events);
   }
 }
 
-// Moves the first waiting request to running if a slot and all its blocks are free.
-bool Scheduler::admit_next() {
-  if (waiting_.empty() || num_running() >= options_.max_num_seqs) return false;
-  Sequence& sequence = *waiting_.begin()->second;
-  // The last token generated is never computed, so it needs no cache row.
-  const int64_t reserve = sequence.num_prompt() + sequence.request.sampling.max_tokens - 1;
-  const std::optional<int64_t> cached = ledger_.admit({.sequence = sequence.id,
-                                                       .prompt_ids = sequence.request.prompt_ids,
-                                                       .salt = sequence.request.cache_salt,
-                                                       .reserve_tokens = reserve});
-  if (!cached) return false;
-  sequence.num_computed = sequence.num_cached = *cached;
-  waiting_.erase(waiting_.begin());
-  running_.push_back(&sequence);
+// Back to the queue, at its old place; what it computed is computed again unless the prefix cache still has it.
+void Scheduler::preempt(Sequence& s) {
+  ledger_.free(s.lease);
+  s.lease = -1;
+  s.num_computed = s.num_planned = 0;
+  s.boundaries.clear();
+  ++s.num_preempted;
+  ++stats_.preemptions;
+  std::erase(running_, &s);
+  waiting_.emplace(s.rank, &s);
+}
+
+// Blocks for one more token of `sequence`, taken from less urgent sequences if need be. False: `sequence` itself had to
+// go. Those that come after it in rank are not in the plan yet (schedule() goes by rank).
+bool Scheduler::make_room(const Sequence& sequence) {
+  while (!ledger_.extend(sequence.lease, sequence.num_planned + 1)) {
+    const auto victim =
+        std::find_if(running_.rbegin(), running_.rend(), [](const Sequence* s) { return s->in_flight == 0; });
+    Sequence& s = **victim;  // at the latest `sequence`, which waits for this very token
+    const bool is_self = &s == &sequence;
+    preempt(s);
+    if (is_self) return false;
+  }
   return true;
 }
 
-int64_t Scheduler::prefill_piece(const Sequence& sequence, int64_t budget) const {
-  const int64_t remaining = sequence.remaining();
-  if (remaining <= budget) return remaining;
-  const int64_t end = sequence.num_computed + budget;
-  const int64_t aligned = end / kKdaChunk * kKdaChunk;
-  return aligned > sequence.num_computed ? aligned - sequence.num_computed : budget;
+// Where checkpoints of the state are wanted between what is computed and the end.
+void Scheduler::plan_boundaries(Sequence& s) const {
+  s.boundaries.clear();
+  if (!ledger_.caching()) return;
+  const int64_t block = ledger_.sizes().block_size;
+  const int64_t last = round_down(s.size() - 1, block);
+  if (last <= s.num_computed) return;
+  // From the end to the start; the end of the first message is what other conversations share.
+  std::vector<Boundary>& b = s.boundaries;
+  b.push_back({last});
+  const std::vector<int32_t>& ends = s.request.message_ends;
+  for (size_t i = ends.size(); i-- > 0;) {
+    const int64_t position = round_down(ends[i], block);
+    const bool is_apart = b.back().position - position >= (i == 0 ? block : options_.checkpoint_gap);
+    if (position > s.num_computed && position < last && is_apart) b.push_back({position});
+  }
+  std::reverse(b.begin(), b.end());
+  if (options_.checkpoint_interval <= 0) return;
+  const int64_t interval = std::max(round_down(options_.checkpoint_interval, block), block);
+  const size_t wanted = b.size();
+  for (int64_t p = round_down(s.num_computed, interval) + interval; p < last; p += interval) {
+    const bool is_apart = std::none_of(b.begin(), b.begin() + static_cast<int64_t>(wanted), [&](const Boundary& other) {
+      return std::abs(other.position - p) < options_.checkpoint_gap;
+    });
+    if (is_apart) b.push_back({p, true});
+  }
+  std::sort(b.begin(), b.end(), [](const Boundary& x, const Boundary& y) { return x.position < y.position; });
 }
 
-void Scheduler::append_to_plan(const Sequence& sequence, int64_t count, StepPlan& plan) {
-  const int64_t first = sequence.num_computed;
-  plan.sequences.push_back(sequence.id);
+// True while a running sequence is about to leave a checkpoint from which this one could go on, and is at least as far
+// as this one could start: computing the same tokens twice would delay both.
+bool Scheduler::waits_for_another(const Sequence& s) const {
+  if (!ledger_.caching() || !s.request.restore_prefix) return false;
+  const int64_t block = ledger_.sizes().block_size;
+  const std::span<const BlockKey> keys = s.chain.keys();
+  int64_t restorable = -1;
+  for (const Sequence* other : running_) {
+    for (const Boundary& boundary : other->boundaries) {
+      const auto b = static_cast<size_t>(boundary.position / block);
+      if (boundary.position >= s.size() || b > keys.size()) break;
+      if (!(keys[b - 1] == other->chain.keys()[b - 1])) break;  // later ones differ, too
+      if (restorable < 0) restorable = ledger_.restorable(s.tokens, keys);
+      if (boundary.position > restorable && other->num_planned >= restorable) return true;
+    }
+  }
+  return false;
+}
+
+bool Scheduler::admit(Sequence& s, StepPlan& plan) {
+  // Room for each running sequence to grow by a block; more for one that was sent back before, so that it is not again.
+  const int64_t headroom = running_.empty() ? 0 : num_running() + std::min<int64_t>(s.num_preempted, 8);
+  const auto admitted = ledger_.admit(
+      {.ids = s.tokens, .keys = s.chain.keys(), .restore = s.request.restore_prefix, .headroom = headroom},
+      plan.restores);
+  if (!admitted) return false;
+  s.lease = admitted->lease;
+  s.num_computed = s.num_planned = admitted->cached_tokens;
+  if (!s.admitted_once) {
+    s.admitted_once = true;
+    s.num_cached = admitted->cached_tokens;
+    stats_.admitted_prompt_tokens += s.num_prompt();
+    stats_.cached_prompt_tokens += s.num_cached;
+  }
+  plan_boundaries(s);
+  return true;
+}
+
+void Scheduler::insert_running(Sequence& s) {
+  const auto later = std::upper_bound(running_.begin(), running_.end(), &s,
+                                      [](const Sequence* a, const Sequence* b) { return a->rank < b->rank; });
+  running_.insert(later, &s);
+}
+
+bool Scheduler::in_decode_form(int64_t count) const { return options_.deterministic || count < kPrefillMinTokens; }
+
+void Scheduler::spend(const Sequence& s, int64_t count, Budget& budget) const {
+  const double pairs =
+      static_cast<double>(count) * (static_cast<double>(s.num_planned) + static_cast<double>(count) / 2);
+  budget.rows_left -= count;
+  budget.rows += count;
+  (in_decode_form(count) ? budget.decode_pairs : budget.prefill_pairs) += pairs;
+}
+
+// The largest part of `count` rows with which the step is still expected to end in time.
+int64_t Scheduler::rows_within_time(const Sequence& s, int64_t count, const Budget& budget,
+                                    const StepCost& cost) const {
+  if (options_.max_step_seconds <= 0 || !cost.known()) return count;
+  const auto is_in_time = [&](int64_t rows) {
+    Budget with = budget;
+    spend(s, rows, with);
+    return cost.seconds(with.rows, with.decode_pairs, with.prefill_pairs) <= options_.max_step_seconds;
+  };
+  if (is_in_time(count)) return count;
+  int64_t fits = 0;
+  for (int64_t too_many = count; too_many - fits > 1;) {
+    const int64_t middle = (fits + too_many) / 2;
+    (is_in_time(middle) ? fits : too_many) = middle;
+  }
+  return fits;
+}
+
+// Rows of a prefill that this step takes; 0: none.
+int64_t Scheduler::piece(const Sequence& s, const Budget& budget, const StepCost& cost) const {
+  const auto next = std::find_if(s.boundaries.begin(), s.boundaries.end(),
+                                 [&](const Boundary& b) { return b.position > s.num_planned; });
+  const int64_t whole = (next == s.boundaries.end() ? s.size() : next->position) - s.num_planned;
+  int64_t rows = std::min(whole, budget.rows_left);
+  if (rows <= 0) return 0;
+  rows = rows_within_time(s, rows, budget, cost);
+  if (rows < std::min(whole, kLeastPrefill)) {
+    if (budget.has_prefill) return 0;
+    rows = std::min({whole, kLeastPrefill, budget.rows_left});
+  }
+  if (rows == whole) return rows;
+  const int64_t end = s.num_planned + rows;
+  for (const int64_t unit : {kKdaChunk, kLeastPrefill}) {
+    if (round_down(end, unit) > s.num_planned) return round_down(end, unit) - s.num_planned;
+  }
+  return rows;
+}
+
+void Scheduler::append_to_plan(Sequence& s, int64_t count, StepPlan& plan) {
+  const int64_t first = s.num_planned;
+  plan.sequences.push_back(s.id);
   plan.num_tokens.push_back(static_cast<int32_t>(count));
   plan.first_positions.push_back(static_cast<int32_t>(first));
-  plan.state_slots.push_back(ledger_.state_slot(sequence.id));
-  plan.wants_token.push_back(count == sequence.remaining());
-  plan.token_ids.insert(plan.token_ids.end(), sequence.tokens.begin() + first, sequence.tokens.begin() + first + count);
+  plan.state_slots.push_back(ledger_.state_slot(s.lease));
+  plan.wants_token.push_back(count == s.remaining());
+  plan.token_ids.insert(plan.token_ids.end(), s.tokens.begin() + first, s.tokens.begin() + first + count);
+  s.num_planned += count;
+  ++s.in_flight;
 }
 
-void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events) {
-  plan.clear();
-  end_cancelled(events);
-  int64_t budget = options_.max_batched_tokens;
-  std::vector<std::pair<const Sequence*, int64_t>> prefills;
+// A checkpoint where the planned rows end, if that is a place for one.
+void Scheduler::plan_saves(Sequence& s, StepPlan& plan) {
+  if (!ledger_.caching() || s.num_planned % ledger_.sizes().block_size != 0) return;
+  using Kind = CacheLedger::SaveKind;
+  for (const Boundary& b : s.boundaries) {
+    if (b.position != s.num_planned) continue;
+    return ledger_.plan_save(s.lease, s.chain.keys(), b.position, b.optional ? Kind::kOptional : Kind::kWanted,
+                             plan.saves);
+  }
+  if (s.num_planned > s.num_prompt()) {
+    ledger_.plan_save(s.lease, s.chain.keys(), s.num_planned, Kind::kRolling, plan.saves);
+  }
+}
 
-  for (const Sequence* sequence : running_) {
-    if (sequence->remaining() == 1 && budget > 0) {
-      append_to_plan(*sequence, 1, plan);
-      --budget;
-    }
+void Scheduler::fill_block_tables(StepPlan& plan) const {
+  std::vector<std::span<const int32_t>> tables;
+  tables.reserve(plan.sequences.size());
+  for (const SequenceId id : plan.sequences) {
+    tables.push_back(ledger_.block_table(sequences_.at(id)->lease));
+    plan.max_blocks = std::max(plan.max_blocks, static_cast<int64_t>(tables.back().size()));
   }
-  const auto give = [&](const Sequence& sequence) {
-    const int64_t count = prefill_piece(sequence, budget);
-    budget -= count;
-    // Short pieces take the decode form of the attention leaves, whatever the request's stage.
-    if (count < kPrefillMinTokens) {
-      append_to_plan(sequence, count, plan);
-    } else {
-      prefills.emplace_back(&sequence, count);
+  const auto width = static_cast<size_t>(plan.max_blocks);
+  plan.block_tables.resize(tables.size() * width);
+  for (size_t s = 0; s < tables.size(); ++s) {
+    const auto row = plan.block_tables.begin() + static_cast<int64_t>(s * width);
+    const auto rest = std::copy(tables[s].begin(), tables[s].end(), row);
+    std::fill(rest, row + static_cast<int64_t>(width), -1);
+  }
+}
+
+void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now, const StepCost& cost) {
+  plan.clear();
+  end_overdue(now, events);
+  Budget budget{.rows_left = options_.max_batched_tokens};
+  std::vector<std::pair<Sequence*, int64_t>> long_pieces;
+
+  for (size_t i = 0; i < running_.size() && budget.rows_left > 0; ++i) {
+    Sequence& s = *running_[i];
+    if (s.remaining() != 1) continue;
+    if (!make_room(s)) break;  // it was the last in rank
+    spend(s, 1, budget);
+    append_to_plan(s, 1, plan);
+    plan_saves(s, plan);
+  }
+  const auto give = [&](Sequence& s, int64_t count) {
+    spend(s, count, budget);
+    budget.has_prefill = true;
+    // Short pieces take the decode form of the attention leaves, whatever the request's stage, and stand first.
+    if (!in_decode_form(count)) {
+      long_pieces.emplace_back(&s, count);
+      return;
     }
+    append_to_plan(s, count, plan);
+    plan_saves(s, plan);
   };
-  for (const Sequence* sequence : running_) {
-    if (sequence->remaining() > 1 && budget > 0) give(*sequence);
+  for (Sequence* s : running_) {
+    if (s->remaining() <= 1) continue;
+    if (const int64_t count = piece(*s, budget, cost); count > 0) give(*s, count);
   }
-  while (budget > 0 && admit_next()) give(*running_.back());
+  for (auto it = waiting_.begin(); it != waiting_.end() && num_running() < options_.max_num_seqs;) {
+    Sequence& s = *it->second;
+    if (piece(s, budget, cost) == 0) break;  // no budget is left
+    if (waits_for_another(s)) {
+      ++it;
+      continue;
+    }
+    if (!admit(s, plan)) break;
+    it = waiting_.erase(it);
+    insert_running(s);
+    if (const int64_t count = piece(s, budget, cost); count > 0) give(s, count);
+  }
 
   plan.num_decode_seqs = static_cast<int64_t>(plan.sequences.size());
-  for (const auto& [sequence, count] : prefills) append_to_plan(*sequence, count, plan);
-
-  for (const SequenceId id : plan.sequences) {
-    plan.max_blocks = std::max(plan.max_blocks, static_cast<int64_t>(ledger_.block_table(id).size()));
+  for (const auto& [s, count] : long_pieces) {
+    append_to_plan(*s, count, plan);
+    plan_saves(*s, plan);
   }
-  plan.block_tables.assign(plan.sequences.size() * static_cast<size_t>(plan.max_blocks), -1);
-  for (size_t s = 0; s < plan.sequences.size(); ++s) {
-    const auto table = ledger_.block_table(plan.sequences[s]);
-    std::copy(table.begin(), table.end(), plan.block_tables.begin() + static_cast<int64_t>(s) * plan.max_blocks);
-  }
+  fill_block_tables(plan);
 }
 
 // One sampled token of a sequence: append it and see whether it ends the request.
@@ -162,6 +355,7 @@ void Scheduler::accept_token(Sequence& sequence, const StepResult::Row& row, std
   const int32_t token = row.token.token_id;
   sequence.tokens.push_back(token);
   event.tokens.push_back(row.token);
+  if (ledger_.caching()) sequence.chain.extend(sequence.tokens);
 
   const int64_t generated = static_cast<int64_t>(sequence.tokens.size()) - sequence.num_prompt();
   const auto& stops = sampling.stop_token_ids;
@@ -185,8 +379,16 @@ void Scheduler::accept_token(Sequence& sequence, const StepResult::Row& row, std
 }
 
 void Scheduler::advance(const StepPlan& plan, const StepResult& result, std::vector<SequenceEvent>& events) {
-  for (size_t s = 0; s < plan.sequences.size(); ++s) {
-    sequences_.at(plan.sequences[s])->num_computed += plan.num_tokens[s];
+  for (size_t i = 0; i < plan.sequences.size(); ++i) {
+    Sequence& s = *sequences_.at(plan.sequences[i]);
+    const int64_t before = s.num_computed;
+    s.num_computed += plan.num_tokens[i];
+    --s.in_flight;
+    stats_.recomputed_tokens += std::max<int64_t>(0, std::min(s.high_water, s.num_computed) - before);
+    s.high_water = std::max(s.high_water, s.num_computed);
+    if (!ledger_.caching()) continue;
+    ledger_.commit(s.lease, s.tokens, s.chain.keys(), s.num_computed);
+    std::erase_if(s.boundaries, [&](const Boundary& b) { return b.position <= s.num_computed; });
   }
   for (const StepResult::Row& row : result.rows) accept_token(*sequences_.at(row.sequence), row, events);
 }
@@ -205,15 +407,43 @@ std::span<const int32_t> Scheduler::tokens(SequenceId id) const { return sequenc
 
 TokenCounts& Scheduler::token_counts(SequenceId id) { return sequences_.at(id)->counts; }
 
+std::string Scheduler::describe() const {
+  std::string text =
+      fmt::format("{} running, {} waiting; blocks {} used, {} cached of {}; slots {} used, {} cached of {}",
+                  num_running(), num_waiting(), ledger_.blocks_used(), ledger_.blocks_cached(),
+                  ledger_.sizes().num_blocks, ledger_.slots_used(), ledger_.checkpoints(), ledger_.sizes().num_slots);
+  const auto line = [&](const char* state, const Sequence& s) {
+    text += fmt::format("\n  {} {} rank {:.3f}: {} tokens, {} computed, {} planned, in flight {}, preempted {}", state,
+                        s.id, s.rank.first, s.size(), s.num_computed, s.num_planned, s.in_flight, s.num_preempted);
+  };
+  for (const Sequence* s : running_) line("running", *s);
+  for (const auto& [rank, s] : waiting_) line("waiting", *s);
+  return text;
+}
+
 void Scheduler::check_invariants() const {
   ledger_.check_invariants();
-  MOAT_CHECK(waiting_.size() + running_.size() == sequences_.size(), "{} waiting + {} running != {} sequences",
+  MOAT_CHECK(waiting_.size() + running_.size() == sequences_.size(), "S1: {} waiting + {} running != {} sequences",
              waiting_.size(), running_.size(), sequences_.size());
-  MOAT_CHECK(ledger_.slots_used() == num_running(), "{} slots used by {} running sequences", ledger_.slots_used(),
+  MOAT_CHECK(ledger_.slots_used() == num_running(), "S1: {} slots used by {} running sequences", ledger_.slots_used(),
              num_running());
-  for (const Sequence* s : running_) {
-    MOAT_CHECK(s->remaining() >= 1, "sequence {} has nothing to compute", s->id);
-    MOAT_CHECK(static_cast<int64_t>(s->tokens.size()) <= options_.max_model_len, "sequence {} is too long", s->id);
+  MOAT_CHECK(num_running() <= options_.max_num_seqs, "S4: {} run, {} may", num_running(), options_.max_num_seqs);
+  for (const auto& [rank, s] : waiting_) {
+    MOAT_CHECK(s->lease < 0 && s->num_planned == 0 && s->in_flight == 0, "S1: waiting sequence {} holds something",
+               s->id);
+    MOAT_CHECK(rank == s->rank, "S4: sequence {} waits at another rank", s->id);
+  }
+  for (size_t i = 0; i < running_.size(); ++i) {
+    const Sequence& s = *running_[i];
+    MOAT_CHECK(s.lease >= 0, "S1: running sequence {} holds nothing", s.id);
+    MOAT_CHECK(i == 0 || running_[i - 1]->rank < s.rank, "S4: sequence {} runs out of order", s.id);
+    MOAT_CHECK(s.num_computed <= s.num_planned && s.num_planned <= s.size() && s.size() <= options_.max_model_len,
+               "S2: sequence {}: {} computed, {} planned, {} tokens", s.id, s.num_computed, s.num_planned, s.size());
+    MOAT_CHECK(s.in_flight > 0 || (s.num_computed == s.num_planned && s.remaining() >= 1),
+               "S2: sequence {} has nothing to compute", s.id);
+    const auto blocks = static_cast<int64_t>(ledger_.block_table(s.lease).size());
+    MOAT_CHECK(blocks >= ledger_.blocks_for(s.num_planned), "S3: sequence {} has {} blocks for {} tokens", s.id, blocks,
+               s.num_planned);
   }
 }
 

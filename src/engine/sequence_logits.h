@@ -11,6 +11,7 @@
 #include "base/thread_pool.h"
 #include "engine/batch.h"
 #include "engine/cache.h"
+#include "engine/cache_memory.h"
 #include "engine/runner.h"
 #include "model/kimi.h"
 #include "model/loader.h"

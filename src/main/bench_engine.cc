@@ -52,7 +52,7 @@ int64_t head_start(const BenchEngineOptions& o, int64_t batch) { return batch * 
 // prefill and of one decode step.
 std::pair<double, double> run_once(const EngineParts& parts, const BenchEngineOptions& o, int64_t batch,
                                    uint64_t seed) {
-  Scheduler scheduler(parts.scheduler_options, parts.capacity.cache);
+  Scheduler scheduler(parts.scheduler_options, parts.capacity.cache, parts.ledger_options);
   Rng rng(seed);
   for (int64_t s = 0; s < batch; ++s) {
     Request request;

@@ -72,7 +72,8 @@ Status ops_explain_command(const OpsExplainOptions& o) {
   MOAT_RETURN_IF_ERROR(shape_weights(config, layout, Parallel{}, weights));
   const KimiModel model(config, weights);
   const int64_t context = std::min<int64_t>(config.max_position_embeddings, 131072);
-  const CacheSizes sizes{.num_blocks = (context + 15) / 16, .num_slots = 1};
+  CacheSizes sizes{.num_slots = 1};
+  sizes.num_blocks = (context + sizes.block_size - 1) / sizes.block_size;
   ThreadPool pool(num_usable_cpus());
   MOAT_ASSIGN(const DryRun dry, dry_run(model,
                                         {.arch = host_arch(),

@@ -14,7 +14,7 @@
 namespace moat {
 
 struct CacheSizes {
-  int64_t block_size = 16;  // tokens a block of the paged MLA cache
+  int64_t block_size = 64;  // tokens a block of the paged MLA cache
   int64_t num_blocks = 0;
   int64_t num_slots = 0;  // recurrent-state slots: one a running sequence, the rest hold checkpoints of prefixes
 };
@@ -29,7 +29,7 @@ struct CapacityOptions {
   int64_t weight_bytes = 0;
   int64_t arena_bytes = 0;    // step temporaries, from the dry pass
   int64_t process_bytes = 0;  // what the process holds besides weights, pools and arena: code, vocabulary, threads
-  int64_t block_size = 16;
+  int64_t block_size = 64;
   int64_t max_model_len = 0;  // tokens of one sequence
   int64_t max_num_seqs = 0;   // wanted
   // For states at the end of cached prefixes, in whole slots; -1: chosen here, 0: none (no prefix is ever restored).

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The scheduler and the cache ledger by themselves: rules one by one, then random workloads with a model of the caches'
+// contents (scheduler_workload.h). MOAT_SCHEDULER_STEPS runs the latter longer.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "scheduler_workload.h"
+
+namespace moat {
+namespace {
+
+TEST(SchedulerWorkload, KeepsEveryPromise) {
+  const char* wanted = std::getenv("MOAT_SCHEDULER_STEPS");
+  const int64_t steps = wanted != nullptr ? std::strtoll(wanted, nullptr, 10) : 100'000;
+  test::WorkloadCounts total;
+  uint64_t seed = 0;
+  for (; total.steps < steps; ++seed) {
+    test::RandomSource source(seed);
+    test::SchedulerWorkload workload(source);
+    workload.run(2'000);
+    total.add(workload.counts());
+  }
+  fmt::print(
+      "{} steps of {} workloads: {} requests, {} preemptions, {} restores ({} prompt tokens), {} checkpoints saved, {} "
+      "evicted, {} timeouts, {} cancels, {} errors, {} flushes\n",
+      total.steps, seed, total.requests, total.preemptions, total.hits, total.cached_tokens, total.saves,
+      total.evictions, total.timeouts, total.cancels, total.errors, total.flushes);
+  EXPECT_GT(total.preemptions, 0);
+  EXPECT_GT(total.hits, 0);
+  EXPECT_GT(total.evictions, 0);
+  EXPECT_GT(total.timeouts, 0);
+  EXPECT_GT(total.errors, 0);
+}
+
+}  // namespace
+}  // namespace moat
