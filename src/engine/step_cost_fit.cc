@@ -3,7 +3,8 @@
 
 #include <algorithm>
 
-#include "engine/runner.h"
+#include "engine/batch.h"
+#include "engine/cache_memory.h"
 
 namespace moat {
 namespace {
