@@ -4,11 +4,24 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <filesystem>
 
+#include "golden_file.h"
+#include "scenario.h"
 #include "scheduler_workload.h"
 
 namespace moat {
 namespace {
+
+TEST(Scheduler, Scenarios) {
+  std::vector<std::string> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(test::source_dir() + "/tests/scheduler")) {
+    if (entry.path().extension() == ".scn") paths.push_back(entry.path().string());
+  }
+  ASSERT_GE(paths.size(), 12U);
+  std::sort(paths.begin(), paths.end());
+  for (const std::string& path : paths) EXPECT_EQ(test::Scenario::run_file(path), "");
+}
 
 TEST(SchedulerWorkload, KeepsEveryPromise) {
   const char* wanted = std::getenv("MOAT_SCHEDULER_STEPS");

@@ -48,10 +48,15 @@ class RandomSource final : public Source {
   Rng rng_;
 };
 
+// The bytes decide; when they are used up, a generator that they seeded lets the workload end as it would in life.
 class ByteSource final : public Source {
  public:
-  ByteSource(const uint8_t* data, size_t size) : data_(data), size_(size) {}
+  ByteSource(const uint8_t* data, size_t size) : data_(data), size_(size) {
+    for (size_t i = 0; i < size; ++i) seed_ = seed_ * 31 + data[i];
+    rng_ = Rng(seed_);
+  }
   int64_t below(int64_t n) override {
+    if (exhausted()) return rng_.below(n);
     uint64_t value = next();
     if (n > 256) value = value << 8 | next();
     return static_cast<int64_t>(value % static_cast<uint64_t>(n));
@@ -63,6 +68,8 @@ class ByteSource final : public Source {
   const uint8_t* data_;
   size_t size_;
   size_t at_ = 0;
+  uint64_t seed_ = 1;
+  Rng rng_{1};
 };
 
 struct WorkloadCounts {
@@ -205,6 +212,7 @@ class SchedulerWorkload {
     r.sampling.max_tokens = static_cast<int32_t>(1 + source_.below(source_.one_in(2) ? 200 : 20));
     const auto longest = static_cast<size_t>(kMaxLen - r.sampling.max_tokens);
     if (r.prompt_ids.size() > longest) r.prompt_ids.resize(longest);
+    if (r.prompt_ids.empty()) r.prompt_ids.push_back(1);
     last_prompt_ = r.prompt_ids;
     if (mark > 0 && mark < static_cast<int32_t>(r.prompt_ids.size())) r.message_ends = {mark};
     r.message_ends.push_back(static_cast<int32_t>(r.prompt_ids.size()));
@@ -230,11 +238,12 @@ class SchedulerWorkload {
     std::vector<SequenceEvent> events;
     scheduler_->schedule(plan, events, now_, cost_);
     take(events);
-    for (const auto& [id, client] : clients_) {
+    for (auto it = clients_.find(live_first_); it != clients_.end(); ++it) {
+      const auto& [id, client] = *it;
       MOAT_CHECK(client.ended || client.in_flight > 0 || !client.cancelled, "D10: request {} lives on", id);
       MOAT_CHECK(client.ended || client.in_flight > 0 || now_ < client.deadline, "D9: request {} lives on", id);
     }
-    if (live_first_ < next_id_) forget_ended();
+    while (live_first_ < next_id_ && clients_.at(live_first_).ended) ++live_first_;
     MOAT_CHECK(!plan.empty() || !flying_.empty() || scheduler_->idle(), "D6: nothing goes on: {}",
                scheduler_->describe());
     const bool flies = !plan.empty();
@@ -251,11 +260,6 @@ class SchedulerWorkload {
       take(events);
       scheduler_->check_invariants();
     }
-  }
-
-  // Old clients need no more looking at, but follow-up turns may still quote them.
-  void forget_ended() {
-    while (live_first_ < next_id_ && clients_.at(live_first_).ended) ++live_first_;
   }
 
   // What the devices would do with a plan, on the model's contents.
@@ -351,7 +355,7 @@ class SchedulerWorkload {
   std::map<SequenceId, Client> clients_;
   std::deque<Flying> flying_;
   SequenceId next_id_ = 1;
-  SequenceId live_first_ = 1;
+  SequenceId live_first_ = 1;  // all before it have ended
   uint64_t flushes_ = 0;
   double now_ = 0;
   WorkloadCounts counts_;
