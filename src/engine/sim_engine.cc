@@ -34,6 +34,9 @@ struct SimEngine::Sequence {
   bool running = false;
   bool cancelled = false;
   Clock::time_point submitted, started, first_token, last_token, due;
+  Clock::time_point deadline = Clock::time_point::max();
+
+  bool is_over(Clock::time_point now) const { return cancelled || now >= deadline; }
 };
 
 struct SimEngine::Delivery {
@@ -88,6 +91,10 @@ Result<Engine::RequestHandle> SimEngine::submit(Request request, EventSink sink)
   sequence->request = std::move(request);
   sequence->sink = std::move(sink);
   sequence->submitted = Clock::now();
+  if (const double limit = sequence->request.timeout_seconds; limit > 0) {
+    sequence->deadline =
+        sequence->submitted + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(limit));
+  }
   const std::lock_guard lock(mutex_);
   if (draining_ || stopping_) return unavailable("the engine is shutting down");
   const auto limit = static_cast<size_t>(options_.info.max_num_seqs) + static_cast<size_t>(options_.info.max_queued);
@@ -113,7 +120,16 @@ void SimEngine::cancel(RequestHandle handle) {
   wake_.notify_all();
 }
 
-void SimEngine::flush_cache() {}  // scripts say what counts as cached
+// There is nothing to forget: scripts say what counts as cached.
+void SimEngine::flush_cache() {
+  const std::lock_guard lock(mutex_);
+  ++num_flushes_;
+}
+
+int64_t SimEngine::num_flushes() const {
+  const std::lock_guard lock(mutex_);
+  return num_flushes_;
+}
 
 void SimEngine::drain(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
@@ -144,6 +160,7 @@ void SimEngine::loop() {
     if (live_.empty()) idle_.notify_all();
     Clock::time_point next = Clock::time_point::max();
     for (const auto& sequence : live_) {
+      next = std::min(next, sequence->deadline);
       if (sequence->running) next = std::min(next, sequence->due);
     }
     if (next == Clock::time_point::max()) {
@@ -158,7 +175,7 @@ void SimEngine::admit(Clock::time_point now) {
   auto running = std::count_if(live_.begin(), live_.end(), [](const auto& sequence) { return sequence->running; });
   for (const auto& sequence : live_) {
     if (running >= options_.info.max_num_seqs) return;
-    if (sequence->running || sequence->cancelled) continue;
+    if (sequence->running || sequence->is_over(now)) continue;
     sequence->running = true;
     sequence->started = now;
     sequence->due = now + sequence->script.ttft;
@@ -170,7 +187,7 @@ void SimEngine::admit(Clock::time_point now) {
 
 void SimEngine::step(Clock::time_point now, std::vector<Delivery>& deliveries) {
   for (auto& sequence : live_) {
-    if (!sequence->cancelled && (!sequence->running || sequence->due > now)) continue;
+    if (!sequence->is_over(now) && (!sequence->running || sequence->due > now)) continue;
     Delivery delivery;
     delivery.sequence = sequence.get();
     delivery.event.num_prompt_tokens = static_cast<int32_t>(sequence->request.prompt_ids.size());
@@ -187,6 +204,11 @@ void SimEngine::step(Clock::time_point now, std::vector<Delivery>& deliveries) {
 bool SimEngine::advance(Sequence& sequence, Clock::time_point now, TokenEvent& event) {
   if (sequence.cancelled) {
     event.finish = FinishReason::kCancelled;
+  } else if (now >= sequence.deadline) {
+    event.finish = FinishReason::kTimeout;
+    event.error = deadline_exceeded("the request's {} s are over while it {}, {} tokens generated",
+                                    sequence.request.timeout_seconds, sequence.running ? "runs" : "waits",
+                                    sequence.num_generated);
   } else if (sequence.script.reject) {
     event.finish = FinishReason::kRejected;
     event.error = resource_exhausted("rejected by the script");

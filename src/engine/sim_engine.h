@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SimEngine: an Engine that plays scripts instead of running a model, for server and load tests. One thread of its own;
 // time to first token, time per step and faults are set per request. It keeps every promise of engine.h (bounded queue,
-// cancel, drain, one final event), asks constraints accept() but not mask(): a script says what comes next.
+// cancel, timeouts, drain, one final event), asks constraints accept() but not mask(): a script says what comes next.
 #pragma once
 
 #include <chrono>
@@ -46,6 +46,8 @@ class SimEngine final : public Engine {
   void flush_cache() override;
   void drain(std::chrono::steady_clock::time_point deadline) override;
 
+  int64_t num_flushes() const;  // calls of flush_cache()
+
  private:
   using Clock = std::chrono::steady_clock;
   struct Sequence;
@@ -69,6 +71,7 @@ class SimEngine final : public Engine {
       live_;  // in order of priority and arrival; the first max_num_seqs admitted run
   RequestHandle next_handle_ = 1;
   EngineStats stats_;
+  int64_t num_flushes_ = 0;
   bool draining_ = false;
   bool stopping_ = false;
   std::thread thread_;  // last: it uses all of the above
