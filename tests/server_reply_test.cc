@@ -127,6 +127,32 @@ TEST(Chat, UsageAndWholeShape) {
   EXPECT_EQ(hidden.find("choices")->as_array()[0].find("message")->find("reasoning_content"), nullptr);
 }
 
+// A prompt counts once, so what was restored of it counts once, too: for the first choice, which pays for the others.
+TEST(Chat, CachedTokensOfSeveralChoices) {
+  Harness harness;
+  harness.play_by([](const Request& request) {
+    const bool first = request.id.ends_with("-0") || request.id.ends_with("-2");
+    return SimEngine::Script{.ids = reply("", "Hi"), .num_cached_tokens = first ? 2 : 40};
+  });
+  const Json two = Json::object({{"n", 2}, {"stream_options", Json::object({{"include_usage", true}})}});
+  const auto check = [&](const std::string& path, Json body, int64_t prompt_tokens, int64_t cached) {
+    std::vector<Json> usages = {at(parsed(harness.post(path, body).body), "usage")};
+    body.set("stream", true);
+    const std::vector<std::string> events = sse_data(harness.post(path, body).body);
+    ASSERT_GE(events.size(), 2U);
+    usages.push_back(at(parsed(events[events.size() - 2]), "usage"));
+    for (const Json& usage : usages) {
+      EXPECT_EQ(number(at(usage, "prompt_tokens")), prompt_tokens) << usage.dump();
+      EXPECT_EQ(number(at(usage, "prompt_tokens_details", "cached_tokens")), cached) << usage.dump();
+    }
+  };
+  const int64_t tokens = number(at(parsed(harness.post("/tokenize", chat_body()).body), "count"));
+  check("/v1/chat/completions", chat_body(two), tokens, 2);
+  Json prompts = completion_body(two);
+  prompts.set("prompt", parsed("[[1,2,3],[4,5,6,7]]"));
+  check("/v1/completions", prompts, 7, 4);
+}
+
 TEST(Chat, CharactersAreNeverSplit) {
   Harness harness;
   const std::string text = "안녕하세요 สวัสดี 👩‍👩‍👧‍👦 𠀀𠀁 naïve";

@@ -89,6 +89,10 @@ TEST(Errors, ChatFields) {
       {"best_of", R"({"best_of":3})"},
       {"guided_json", R"({"guided_json":{"type":"object"}})"},
       {"model", R"({"model":5})"},
+      {"timeout", R"({"timeout":0})"},
+      {"timeout", R"({"timeout":-1})"},
+      {"timeout", R"({"timeout":"10"})"},
+      {"timeout", R"({"timeout":1e10})"},
   };
   for (const auto& [param, extra] : cases) {
     expect_error(harness.chat(chat_body(parsed(extra))), 400, param, extra);
@@ -118,6 +122,7 @@ TEST(Errors, SamplingFieldsSayGotAndExpected) {
             "logit_bias has the key \"x\", expected token ids from \"0\" to \"5119\""},
            {Json::object({{"logit_bias", many}}), "logit_bias has 1025 members, expected at most 1024"},
            {parsed(R"({"bad_words":[""]})"), "bad_words contains \"\", expected strings that are not blank"},
+           {parsed(R"({"timeout":0})"), "timeout is 0, expected a number of seconds above 0, at most 1000000000"},
        }) {
     for (const RawResponse& response : {harness.chat(chat_body(extra)), harness.complete(completion_body(extra))}) {
       EXPECT_EQ(response.status, 400) << extra.dump();
@@ -256,7 +261,7 @@ TEST(Routes, ApiKeys) {
     return fetch(harness.port(), "GET", path, "", header).status;
   };
   for (const char* open : {"/health", "/ready", "/version"}) EXPECT_EQ(status(open, ""), 200);
-  for (const char* guarded : {"/v1/models", "/metrics"}) {
+  for (const char* guarded : {"/v1/models", "/metrics", "/flush_cache"}) {
     expect_error(fetch(harness.port(), "GET", guarded), 401, Json(), guarded);
     EXPECT_EQ(status(guarded, "Authorization: Bearer second-key\r\n"), 200);
     EXPECT_EQ(status(guarded, "Authorization: bearer first\r\n"), 200);
@@ -266,19 +271,55 @@ TEST(Routes, ApiKeys) {
   }
 }
 
+TEST(Routes, FlushCache) {
+  Harness harness({.loaded = false});
+  const std::vector<std::pair<std::string, std::string>> calls = {
+      {"POST", "/v1/cache/flush"}, {"POST", "/reset_prefix_cache"}, {"POST", "/flush_cache"}, {"GET", "/flush_cache"}};
+  for (const auto& [method, path] : calls) {
+    expect_error(fetch(harness.port(), method, path), 503, Json(), path);
+  }
+  harness.server->set_model(*harness.engine, nano());
+  for (const auto& [method, path] : calls) {
+    const int64_t before = harness.engine->num_flushes();
+    const RawResponse flushed = fetch(harness.port(), method, path);
+    EXPECT_EQ(flushed.status, 200) << path;
+    EXPECT_EQ(flushed.body, R"({"status":"flushed"})");
+    EXPECT_EQ(harness.engine->num_flushes(), before + 1);
+  }
+  for (const char* path : {"/v1/cache/flush", "/reset_prefix_cache"}) {
+    const RawResponse wrong = fetch(harness.port(), "GET", path);
+    expect_error(wrong, 405, Json(), path);
+    EXPECT_EQ(wrong.headers.at("allow"), "POST, OPTIONS");
+  }
+  const RawResponse wrong = fetch(harness.port(), "DELETE", "/flush_cache");
+  expect_error(wrong, 405, Json(), "delete");
+  EXPECT_EQ(wrong.headers.at("allow"), "POST, GET, HEAD, OPTIONS");
+  EXPECT_NE(wrong.body.find("expected POST or GET"), std::string::npos) << wrong.body;
+}
+
+// The value in a line "name value" or "name{labels} value"; -1 if there is none.
+double metric(const std::string& text, const std::string& name) {
+  const size_t at = text.find("\n" + name + " ");
+  return at == std::string::npos ? -1 : std::stod(text.substr(at + name.size() + 2));
+}
+
 TEST(Routes, Metrics) {
   Harness harness;
   harness.play({.ids = reply("Hm", "Hi"), .num_cached_tokens = 5});
+  EXPECT_EQ(metric(fetch(harness.port(), "GET", "/metrics").body, "moat_prefix_hit_rate"), 0) << "of nothing";
   EXPECT_EQ(harness.chat(chat_body()).status, 200);
   EXPECT_EQ(harness.chat(chat_body(Json::object({{"n", 0}}))).status, 400);
   const std::string text = fetch(harness.port(), "GET", "/metrics").body;
   for (const char* line :
-       {"moat_requests_finished_total{reason=\"stop\"} 1\n", "moat_http_responses_total{code=\"200\"} 1\n",
+       {"moat_requests_finished_total{reason=\"stop\"} 1\n", "moat_http_responses_total{code=\"200\"} 2\n",
         "moat_http_responses_total{code=\"400\"} 1\n", "moat_cached_tokens_total 5\n", "moat_requests_running 0\n",
         "moat_requests_waiting 0\n", "moat_state_slots_total 64\n", "moat_time_to_first_token_seconds_count 1\n",
-        "moat_request_seconds_count 1\n", "moat_queue_seconds_count 1\n"}) {
+        "moat_request_seconds_count 1\n", "moat_queue_seconds_count 1\n", "moat_timeouts_total 0\n",
+        "moat_preemptions_total 0\n", "moat_checkpoints_saved_total 0\n", "moat_checkpoints_restored_total 0\n",
+        "moat_checkpoints_evicted_total 0\n", "moat_cache_blocks_cached 0\n", "moat_state_checkpoints 0\n"}) {
     EXPECT_NE(text.find(line), std::string::npos) << line << "\n" << text;
   }
+  EXPECT_NEAR(metric(text, "moat_prefix_hit_rate"), 5 / metric(text, "moat_prompt_tokens_total"), 1e-9);
 }
 
 // --- HTTP ---
@@ -463,6 +504,87 @@ TEST(Life, RandomHangUpsLeaveNothingBehind) {
     return stats.num_running == 0 && stats.num_waiting == 0;
   }));
   EXPECT_EQ(harness.chat(chat_body()).status, 200);
+}
+
+// Nothing is written before the reply is whole, so only reading can tell.
+TEST(Life, WholeCallIsCancelledWithinASecondOfItsHangUp) {
+  Harness harness;
+  harness.play({.ids = reply("", "Hi"), .ttft = kNever});
+  RawClient client(harness.port());
+  client.request("POST", "/v1/chat/completions", chat_body().dump());
+  ASSERT_TRUE(Harness::eventually([&] { return harness.engine->stats().num_running == 1; }));
+  const auto begin = std::chrono::steady_clock::now();
+  client.hang_up();
+  EXPECT_TRUE(Harness::eventually([&] { return harness.engine->stats().cancelled_total == 1; }));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(1));
+  EXPECT_EQ(harness.engine->stats().num_running, 0);
+}
+
+TEST(Life, CancelledInTheQueueIsNeverScheduled) {
+  Harness harness({.max_num_seqs = 1});
+  harness.play({.ids = reply("", "Hi"), .ttft = kNever});
+  RawClient running(harness.port()), queued(harness.port());
+  running.request("POST", "/v1/completions", completion_body().dump());
+  ASSERT_TRUE(Harness::eventually([&] { return harness.engine->stats().num_running == 1; }));
+  queued.request("POST", "/v1/completions", completion_body().dump());
+  ASSERT_TRUE(Harness::eventually([&] { return harness.engine->stats().num_waiting == 1; }));
+  const int64_t scheduled = harness.engine->stats().prompt_tokens_total;  // counted when a request starts to run
+  queued.hang_up();
+  ASSERT_TRUE(Harness::eventually([&] { return harness.engine->stats().cancelled_total == 1; }));
+  running.hang_up();
+  ASSERT_TRUE(Harness::eventually([&] { return harness.engine->stats().cancelled_total == 2; }));
+  EXPECT_EQ(harness.engine->stats().prompt_tokens_total, scheduled);
+  EXPECT_EQ(harness.engine->stats().generated_tokens_total, 0);
+}
+
+TEST(Life, TimeoutsWaitingAndRunning) {
+  Harness harness({.max_num_seqs = 1});
+  harness.play({.ids = reply("", "Hi"), .ttft = kNever});
+  RawClient running(harness.port());
+  running.request("POST", "/v1/chat/completions", chat_body().dump());
+  ASSERT_TRUE(Harness::eventually([&] { return harness.engine->stats().num_running == 1; }));
+  const Json soon = Json::object({{"timeout", 0.2}});
+  const RawResponse waited = harness.chat(chat_body(soon));
+  expect_error(waited, 504, Json(), "waiting");
+  EXPECT_EQ(at(parsed(waited.body), "error", "code"), Json("timeout"));
+  EXPECT_NE(waited.body.find("waits"), std::string::npos) << waited.body;
+  running.hang_up();
+  ASSERT_TRUE(Harness::eventually([&] { return harness.engine->stats().num_running == 0; }));
+
+  const RawResponse ran = harness.complete(completion_body(soon));
+  expect_error(ran, 504, Json(), "running");
+  EXPECT_NE(ran.body.find("runs"), std::string::npos) << ran.body;
+
+  harness.play({.ids = reply("Hm", "Hi"), .tpot = milliseconds(1)});
+  const Json endless = Json::object({{"timeout", 0.2}, {"ignore_eos", true}, {"stream", true}, {"n", 2}});
+  Harness pair;
+  pair.play({.ids = reply("Hm", "Hi"), .tpot = milliseconds(1)});
+  const RawResponse streamed = pair.chat(chat_body(endless));
+  EXPECT_EQ(streamed.status, 200);
+  EXPECT_TRUE(streamed.complete);
+  const std::vector<std::string> events = sse_data(streamed.body);
+  ASSERT_GT(events.size(), 1U) << "the first tokens were in time";
+  EXPECT_EQ(at(parsed(events.back()), "error", "code"), Json("timeout"));
+  EXPECT_EQ(streamed.body.find("[DONE]"), std::string::npos);
+
+  const std::string metrics = fetch(harness.port(), "GET", "/metrics").body;
+  EXPECT_EQ(metric(metrics, "moat_timeouts_total"), 2);
+  EXPECT_EQ(metric(metrics, "moat_requests_finished_total{reason=\"timeout\"}"), 2);
+  EXPECT_EQ(harness.chat(chat_body(Json::object({{"timeout", 3600}}))).status, 200) << "in time";
+}
+
+// Whichever of the two is sooner.
+TEST(Life, TimeoutOfTheServerBoundsThatOfTheRequest) {
+  ApiServer::Options options;
+  options.model.defaults.timeout_seconds = 0.2;
+  Harness bounded({.options = options});
+  bounded.play({.ids = reply("", "Hi"), .ttft = kNever});
+  expect_error(bounded.chat(chat_body()), 504, Json(), "by default");
+  expect_error(bounded.chat(chat_body(Json::object({{"timeout", 3600}}))), 504, Json(), "asked for more");
+  options.model.defaults.timeout_seconds = 3600;
+  Harness patient({.options = options});
+  patient.play({.ids = reply("", "Hi"), .ttft = kNever});
+  expect_error(patient.chat(chat_body(Json::object({{"timeout", 0.2}}))), 504, Json(), "asked for less");
 }
 
 TEST(Life, FullQueueIsRefusedAtOnce) {

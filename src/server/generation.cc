@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/generation.h"
 
+#include <cmath>
 #include <utility>
 
 #include "base/log.h"
@@ -18,8 +19,18 @@ int64_t unix_seconds() {
 }
 
 const char* failure_name(FinishReason reason) {
-  if (reason == FinishReason::kCancelled) return "cancelled";
-  return reason == FinishReason::kRejected ? "rejected" : "error";
+  switch (reason) {
+    case FinishReason::kCancelled: return "cancelled";
+    case FinishReason::kTimeout: return "timeout";
+    case FinishReason::kRejected: return "rejected";
+    default: return "error";
+  }
+}
+
+// For the access line of a call that ended before the engine had a say.
+const char* refusal_name(int status) {
+  if (status < 500) return "refused";
+  return status == 503 ? "rejected" : status == 504 ? "timeout" : "error";
 }
 
 ApiError failure(FinishReason reason, const Status& status) {
@@ -101,6 +112,15 @@ void Generation::prepare(std::string body, bool chat) {
 
 void Generation::launch(std::vector<Request> requests) {
   if (gone_) return complete();
+  if (call_.timeout_seconds > 0) {
+    // The client counts from its call; the engine gets what waiting and tokenizing left, in whole milliseconds.
+    const double left = call_.timeout_seconds - exchange_.seconds();
+    if (left <= 0) {
+      fail(api_error(deadline_exceeded("the request's {} s were over before it was tokenized", call_.timeout_seconds)));
+      return complete();
+    }
+    for (Request& request : requests) request.timeout_seconds = std::ceil(left * 1e3) / 1e3;
+  }
   choices_.reserve(requests.size());
   for (size_t i = 0; i < requests.size(); ++i) choices_.emplace_back(ReplyStream(call_, context_.tokenizer));
   ResponseHead head{.id = id_,
@@ -185,7 +205,7 @@ void Generation::fail(const ApiError& error) {
   if (failed_ || gone_) return;
   failed_ = true;
   status_ = error.status;
-  if (finish_.empty()) finish_ = error.status < 500 ? "refused" : error.status == 503 ? "rejected" : "error";
+  if (finish_.empty()) finish_ = refusal_name(error.status);
   cancel_all();
   if (stream_started_) {
     exchange_.responder->write(sse_event(error_json(error)));

@@ -54,15 +54,35 @@ constexpr std::array kEngineCounters = {
     EngineCounter{"moat_generated_tokens_total", "Generated tokens", &EngineStats::generated_tokens_total},
     EngineCounter{"moat_engine_steps_total", "Steps of the engine", &EngineStats::steps_total},
     EngineCounter{"moat_preemptions_total", "Requests put back to make room", &EngineStats::preemptions_total},
+    EngineCounter{"moat_timeouts_total", "Choices whose time was over, waiting or running",
+                  &EngineStats::timeouts_total},
+    EngineCounter{"moat_checkpoints_saved_total", "States kept at the end of a prefix",
+                  &EngineStats::checkpoints_saved_total},
+    EngineCounter{"moat_checkpoints_restored_total", "States that a request went on from",
+                  &EngineStats::checkpoints_restored_total},
+    EngineCounter{"moat_checkpoints_evicted_total", "States given up to make room",
+                  &EngineStats::checkpoints_evicted_total},
 };
 constexpr std::array kEngineGauges = {
     EngineCounter{"moat_requests_running", "Requests that are computed", &EngineStats::num_running},
     EngineCounter{"moat_requests_waiting", "Requests that wait for their turn", &EngineStats::num_waiting},
     EngineCounter{"moat_cache_blocks_total", "Blocks of the attention cache", &EngineStats::blocks_total},
-    EngineCounter{"moat_cache_blocks_used", "Blocks of the attention cache in use", &EngineStats::blocks_used},
+    EngineCounter{"moat_cache_blocks_used", "Blocks of the attention cache that live requests use",
+                  &EngineStats::blocks_used},
+    EngineCounter{"moat_cache_blocks_cached", "Blocks kept for prefixes that no live request uses",
+                  &EngineStats::blocks_cached},
     EngineCounter{"moat_state_slots_total", "Slots for recurrent states", &EngineStats::slots_total},
-    EngineCounter{"moat_state_slots_used", "Slots for recurrent states in use", &EngineStats::slots_used},
+    EngineCounter{"moat_state_slots_used", "Slots for recurrent states that live requests use",
+                  &EngineStats::slots_used},
+    EngineCounter{"moat_state_checkpoints", "Slots that hold the state at the end of a cached prefix",
+                  &EngineStats::checkpoints},
 };
+
+// 0 before the first prompt.
+double hit_rate(const EngineStats& stats) {
+  const auto prompt = static_cast<double>(stats.prompt_tokens_total);
+  return prompt > 0 ? static_cast<double>(stats.cached_tokens_total) / prompt : 0;
+}
 
 }  // namespace
 
@@ -81,6 +101,8 @@ struct Metrics::Impl {
       histogram(registry, "moat_inter_token_seconds", "Between tokens of one choice", token_buckets());
   Histogram& request =
       histogram(registry, "moat_request_seconds", "From the request to its last token", slow_buckets());
+  Gauge& prefix_hit_rate =
+      gauge(registry, "moat_prefix_hit_rate", "Of all prompt tokens since the start, the share that was restored");
   std::mutex mutex;  // of render(): counters are brought up to the engine's totals
   std::vector<Counter*> engine_counters;
   std::vector<Gauge*> engine_gauges;
@@ -121,6 +143,7 @@ std::string Metrics::render(const EngineStats* stats) {
     for (size_t i = 0; i < kEngineGauges.size(); ++i) {
       impl_->engine_gauges[i]->Set(static_cast<double>(stats->*kEngineGauges[i].value));
     }
+    impl_->prefix_hit_rate.Set(hit_rate(*stats));
   }
   return prometheus::TextSerializer().Serialize(impl_->registry.Collect());
 }

@@ -16,7 +16,8 @@ class Metrics {
   ~Metrics();
 
   void count_response(int status);
-  void count_finished(std::string_view reason);  // a choice: stop, length, tool_calls, cancelled, rejected, error
+  // A choice: stop, length, tool_calls, cancelled, timeout, rejected, error.
+  void count_finished(std::string_view reason);
   void observe_queue(double seconds);
   void observe_first_token(double seconds);
   void observe_inter_token(double seconds, size_t count);  // `count` tokens that came `seconds` apart on average

@@ -43,13 +43,13 @@ constexpr std::array kRefused = {
     RefusedField{"web_search_options", Neutral::kNull},
 };
 
-constexpr std::array<std::string_view, 57> kKnown = {
+constexpr std::array<std::string_view, 58> kKnown = {
     "model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens",
     "stop", "stop_token_ids", "include_stop_str_in_output", "seed", "ignore_eos", "min_tokens", "logprobs",
     "top_logprobs", "stream", "stream_options", "reasoning_effort", "reasoning", "thinking", "chat_template_kwargs",
     "include_reasoning", "tools", "tool_choice", "parallel_tool_calls", "response_format", "return_token_ids",
-    "timings", "cache_salt", "priority", "n", "echo", "suffix", "modalities", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "bad_words",
+    "timings", "cache_salt", "priority", "timeout", "n", "echo", "suffix", "modalities", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
     // Without effect on the result.
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prediction", "verbosity",
     "skip_special_tokens", "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning", "request_id",
@@ -211,6 +211,18 @@ void read_stops(FieldReader& fields, const EngineInfo& info, ApiCall& call) {
     }
     call.sampling.stop_token_ids.push_back(static_cast<int32_t>(*number));
   }
+}
+
+void read_timeout(FieldReader& fields, const ServingDefaults& defaults, ApiCall& call) {
+  call.timeout_seconds = defaults.timeout_seconds;
+  const Json* value = fields.any("timeout");
+  if (value == nullptr) return;
+  const double asked = value->is_number() ? value->as_double() : std::numeric_limits<double>::quiet_NaN();
+  if (!(asked > 0 && asked <= kMaxTimeoutSeconds)) {
+    return fields.fail("timeout", fmt::format("timeout is {}, expected a number of seconds above 0, at most {}",
+                                              shown(*value), kMaxTimeoutSeconds));
+  }
+  call.timeout_seconds = defaults.timeout_seconds > 0 ? std::min(asked, defaults.timeout_seconds) : asked;
 }
 
 void read_delivery(FieldReader& fields, ApiCall& call) {

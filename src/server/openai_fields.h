@@ -20,6 +20,7 @@ void read_sampling(FieldReader& fields, const ServingDefaults& defaults, const E
 // Penalties, logit_bias and bad_words.
 void read_logit_edits(FieldReader& fields, const EngineInfo& info, const Tokenizer& tokenizer, ApiCall& call);
 void read_stops(FieldReader& fields, const EngineInfo& info, ApiCall& call);
+void read_timeout(FieldReader& fields, const ServingDefaults& defaults, ApiCall& call);
 void read_delivery(FieldReader& fields, ApiCall& call);  // stream and what goes into the answer
 void refuse_unsupported(FieldReader& fields);
 void log_unknown(const Json& body);

@@ -279,6 +279,7 @@ std::optional<ApiError> parse_chat_call(const Json& body, const ServedModel& mod
   read_sampling(fields, model.defaults, info, call);
   read_logit_edits(fields, info, tokenizer, call);
   read_stops(fields, info, call);
+  read_timeout(fields, model.defaults, call);
   read_delivery(fields, call);
   const bool logprobs = fields.boolean("logprobs").value_or(false);
   const auto top = fields.integer("top_logprobs", 0, SamplingParams::kMaxLogprobs);
@@ -301,6 +302,7 @@ std::optional<ApiError> parse_completion_call(const Json& body, const ServedMode
   read_sampling(fields, model.defaults, info, call);
   read_logit_edits(fields, info, tokenizer, call);
   read_stops(fields, info, call);
+  read_timeout(fields, model.defaults, call);
   read_delivery(fields, call);
   const auto logprobs = fields.integer("logprobs", 0, SamplingParams::kMaxLogprobs);
   call.sampling.num_logprobs = static_cast<int32_t>(logprobs.value_or(-1));

@@ -17,6 +17,8 @@
 
 namespace moat {
 
+constexpr double kMaxTimeoutSeconds = 1e9;  // beyond any patience, and far from where clocks overflow
+
 // Used where a request says nothing; main fills it from generation_config.json.
 struct ServingDefaults {
   float temperature = 1.0F;
@@ -24,6 +26,7 @@ struct ServingDefaults {
   int32_t top_k = 0;
   float min_p = 0.0F;
   std::string reasoning_effort = "max";
+  double timeout_seconds = 0;  // 0: none; a request may ask for less, not for more
 };
 
 // The model as the API shows it.
@@ -49,6 +52,7 @@ struct ApiCall {
 
   SamplingParams sampling;  // of the first choice of each prompt; max_tokens not yet clamped to what each prompt leaves
   int32_t priority = 0;
+  double timeout_seconds = 0;  // from the arrival of the call to its last token; 0: none
   std::string cache_salt;
   std::vector<std::string> stops;
   bool include_stop = false;
@@ -69,7 +73,7 @@ std::optional<ApiError> parse_completion_call(const Json& body, const ServedMode
                                               const Tokenizer& tokenizer, ApiCall& call);
 
 // One Request a choice; choice i belongs to prompt i / num_choices. Seeds of further choices are derived from the
-// first's.
+// first's. The timeout is left to whoever submits: the call's time is running.
 std::vector<Request> make_engine_requests(const ApiCall& call, const std::string& id, const EngineInfo& info,
                                           const Tokenizer& tokenizer);
 

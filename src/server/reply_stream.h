@@ -30,7 +30,7 @@ class ReplyStream {
   // `call` and `tokenizer` must outlive the stream.
   ReplyStream(const ApiCall& call, const Tokenizer& tokenizer);
 
-  // After an event with finish kCancelled, kRejected or kError there is no finish reason: the reply failed.
+  // After an event with finish kCancelled, kTimeout, kRejected or kError there is no finish reason: the reply failed.
   Update feed(TokenEvent event);
   bool ended() const { return ended_; }
   const Counts& counts() const { return counts_; }

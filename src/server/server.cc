@@ -106,8 +106,17 @@ const std::vector<ApiServer::Route>& ApiServer::routes() {
       {"POST", "/v1/completions", &ApiServer::post_completions, Need::kModel},
       {"POST", "/tokenize", &ApiServer::post_tokenize, Need::kModel},
       {"POST", "/detokenize", &ApiServer::post_detokenize, Need::kModel},
+      {"POST", "/v1/cache/flush", &ApiServer::flush_cache, Need::kModel},
+      // As other servers call it.
+      {"POST", "/reset_prefix_cache", &ApiServer::flush_cache, Need::kModel},
+      {"POST", "/flush_cache", &ApiServer::flush_cache, Need::kModel},
+      {"GET", "/flush_cache", &ApiServer::flush_cache, Need::kModel},
   };
   return table;
+}
+
+bool ApiServer::Route::is_at(std::string_view asked) const {
+  return path == kModelPrefix ? asked.starts_with(path) : asked == path;
 }
 
 void ApiServer::handle(HttpRequest request, std::shared_ptr<HttpResponder> responder) {
@@ -116,20 +125,25 @@ void ApiServer::handle(HttpRequest request, std::shared_ptr<HttpResponder> respo
                           .path = request.path,
                           .received = request.received,
                           .responder = std::move(responder)};
-  const auto matches = [&request](const Route& route) {
-    return route.path == kModelPrefix ? request.path.starts_with(kModelPrefix) : request.path == route.path;
-  };
-  const auto route = std::find_if(routes().begin(), routes().end(), matches);
-  if (route == routes().end()) {
+  const Route* route = nullptr;
+  std::vector<std::string_view> methods;  // that the path takes
+  for (const Route& candidate : routes()) {
+    if (!candidate.is_at(request.path)) continue;
+    methods.push_back(candidate.method);
+    if (candidate.method == request.method) route = &candidate;
+  }
+  if (methods.empty()) {
     return exchange.finish(error_response(
         {.status = 404, .message = fmt::format("there is no {}", request.path), .code = "unknown_path"}));
   }
-  if (request.method != route->method) {
-    HttpResponse response = error_response(
-        {.status = 405,
-         .message = fmt::format("{} does not take {}, expected {}", request.path, request.method, route->method),
-         .code = "method_not_allowed"});
-    response.headers.emplace_back("Allow", route->method == "GET" ? "GET, HEAD, OPTIONS" : "POST, OPTIONS");
+  if (route == nullptr) {
+    HttpResponse response = error_response({.status = 405,
+                                            .message = fmt::format("{} does not take {}, expected {}", request.path,
+                                                                   request.method, fmt::join(methods, " or ")),
+                                            .code = "method_not_allowed"});
+    std::string allowed;
+    for (const std::string_view method : methods) allowed += method == "GET" ? "GET, HEAD, " : "POST, ";
+    response.headers.emplace_back("Allow", allowed + "OPTIONS");
     return exchange.finish(std::move(response));
   }
   if (const std::optional<ApiError> error = refuse(*route, request)) return exchange.finish(error_response(*error));
@@ -238,6 +252,11 @@ void ApiServer::post_tokenize(const Exchange& exchange, HttpRequest& request) {
 
 void ApiServer::post_detokenize(const Exchange& exchange, HttpRequest& request) {
   run_detokenize(*context_, *pool_, exchange, std::move(request.body));
+}
+
+void ApiServer::flush_cache(const Exchange& exchange, HttpRequest&) {
+  context_->engine.flush_cache();
+  exchange.finish(json_response(Json::object({{"status", "flushed"}})));
 }
 
 }  // namespace moat

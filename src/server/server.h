@@ -66,6 +66,8 @@ class ApiServer {
     std::string_view path;
     Handler handler;
     Need need;
+
+    bool is_at(std::string_view asked) const;
   };
   static const std::vector<Route>& routes();
 
@@ -83,6 +85,7 @@ class ApiServer {
   void post_completions(const Exchange& exchange, HttpRequest& request);
   void post_tokenize(const Exchange& exchange, HttpRequest& request);
   void post_detokenize(const Exchange& exchange, HttpRequest& request);
+  void flush_cache(const Exchange& exchange, HttpRequest& request);
 
   Json model_json(const std::string& name) const;
 
