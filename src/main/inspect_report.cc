@@ -113,6 +113,22 @@ void add_line(std::string& text, std::string_view label, std::string_view value)
   text += fmt::format("  {:<26} {}\n", label, value);
 }
 
+// What a cached prefix costs once, beside its tokens: the state at its end, as the caches of this build hold it, and how
+// many tokens of latent cache the same bytes would be.
+struct CheckpointCost {
+  int64_t bytes = 0;
+  int64_t tokens_f32 = 0, tokens_bf16 = 0;  // 0: the model has no latent cache
+};
+
+CheckpointCost checkpoint_cost(const ModelStats& stats) {
+  const int64_t bytes = stats.state_bytes_per_sequence(DType::kF32, DType::kF32);
+  const auto tokens = [&](DType dtype) {
+    const int64_t a_token = stats.kv_bytes_per_token(dtype);
+    return a_token == 0 ? 0 : (bytes + a_token / 2) / a_token;
+  };
+  return {.bytes = bytes, .tokens_f32 = tokens(DType::kF32), .tokens_bf16 = tokens(DType::kBF16)};
+}
+
 void add_components(std::string& text, const Inspection& it) {
   text += fmt::format("\n  {:<26} {:>9} {:>21} {:>21}\n", "component", "tensors", "parameters", "bytes");
   const auto row = [&](std::string_view name, const ComponentStats& c) {
@@ -172,6 +188,10 @@ std::string inspection_text(const Inspection& it) {
            fmt::format("{} bytes in f32, {} with bf16 convolution history",
                        grouped(it.stats.state_bytes_per_sequence(DType::kF32, DType::kF32)),
                        grouped(it.stats.state_bytes_per_sequence(DType::kF32, DType::kBF16))));
+  const CheckpointCost checkpoint = checkpoint_cost(it.stats);
+  add_line(text, "checkpoint of a prefix",
+           fmt::format("{} bytes: as much as {} tokens of f32 cache (this build's), {} of bf16",
+                       grouped(checkpoint.bytes), grouped(checkpoint.tokens_f32), grouped(checkpoint.tokens_bf16)));
   add_components(text, it);
   const auto num_ignored = static_cast<int64_t>(it.ignored.size()) + it.vision.num_tensors;
   text += fmt::format("\n  {} tensors ignored: {} vision, {} never read{}\n", num_ignored, it.vision.num_tensors,
@@ -182,6 +202,7 @@ std::string inspection_text(const Inspection& it) {
 }
 
 std::string inspection_json(const Inspection& it) {
+  const CheckpointCost checkpoint = checkpoint_cost(it.stats);
   const auto names = [](const std::vector<std::string>& list) {
     Json array = Json::array();
     for (const std::string& name : list) array.push_back(name);
@@ -214,6 +235,9 @@ std::string inspection_json(const Inspection& it) {
       {"kv_bytes_per_token_bf16", it.stats.kv_bytes_per_token(DType::kBF16)},
       {"state_bytes_per_sequence", it.stats.state_bytes_per_sequence(DType::kF32, DType::kF32)},
       {"state_bytes_per_sequence_bf16_conv", it.stats.state_bytes_per_sequence(DType::kF32, DType::kBF16)},
+      {"checkpoint_bytes", checkpoint.bytes},
+      {"checkpoint_kv_tokens", checkpoint.tokens_f32},
+      {"checkpoint_kv_tokens_bf16", checkpoint.tokens_bf16},
       {"num_vision_tensors", it.vision.num_tensors},
       {"ignored", names(it.ignored)},
       {"missing", names(it.missing)},
