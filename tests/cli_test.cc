@@ -6,6 +6,7 @@
 
 #include "chat_goldens.h"
 #include "golden_file.h"
+#include "main/common.h"
 #include "ops/op.h"
 #include "process.h"
 #include "server_harness.h"
@@ -385,7 +386,12 @@ TEST(Inspect, TheRelease) {
   EXPECT_EQ(at(report, "unknown"), Json::array());
   const Finished text = run_moat({"inspect", "-m", release});
   EXPECT_EQ(text.status, 0);
-  for (const char* part : {"497,220", "1,560,860,324,864", "2.779 T", "104.19 B"}) {
+  // A state is 69 layers of 96 x 128 x 128 and of 3 x 3 x 96 x 128 f32; a token 24 layers of 576.
+  constexpr int64_t kState = 69LL * (96 * 128 * 128 + 3 * 3 * 96 * 128) * 4;
+  EXPECT_EQ(at(report, "checkpoint_bytes"), Json(kState));
+  EXPECT_EQ(at(report, "checkpoint_kv_tokens"), Json(8403));
+  EXPECT_EQ(at(report, "checkpoint_kv_tokens_bf16"), Json(16'805));
+  for (const char* part : {"497,220", "1,560,860,324,864", "2.779 T", "104.19 B", "checkpoint of a prefix"}) {
     EXPECT_NE(text.out.find(part), std::string::npos) << part << " is not in\n" << text.out;
   }
 }
@@ -537,6 +543,34 @@ TEST(Main, BadFlagsAreNamed) {
   refused({"serve", "-m", nano_dir(), "--port", "65536"}, "--port");
   refused({"serve", "-m", nano_dir(), "--memory-fraction", "0"}, "--memory-fraction");
   refused({"serve", "-m", nano_dir(), "--max-batched-tokens", "1000000000"}, "--max-batched-tokens");
+  refused({"serve", "-m", nano_dir(), "--max-memory", "8XB"}, "\"8XB\" is not a size");
+  refused({"serve", "-m", nano_dir(), "--checkpoint-memory", "some"}, "--checkpoint-memory");
+  refused({"serve", "-m", nano_dir(), "--checkpoint-interval", "-1"}, "--checkpoint-interval");
+  refused({"serve", "-m", nano_dir(), "--max-step-ms", "-1"}, "--max-step-ms");
+  refused({"serve", "-m", nano_dir(), "--request-timeout", "-1"}, "--request-timeout");
+  refused({"serve", "-m", nano_dir(), "--no-prefix-cache", "--checkpoint-memory", "1GB"}, "--no-prefix-cache");
+}
+
+TEST(Main, ByteSizes) {
+  for (const auto& [text, bytes] : std::vector<std::pair<std::string, int64_t>>{
+           {"0", 0},
+           {"4096", 4096},
+           {"100 B", 100},
+           {"8GB", 8'000'000'000},
+           {"8g", 8'000'000'000},
+           {"512MB", 512'000'000},
+           {"512 MiB", 512LL << 20},
+           {"1.5GiB", 3LL << 29},
+           {"2Ti", 2LL << 40},
+           {"64kb", 64'000},
+       }) {
+    const Result<int64_t> size = parse_byte_size(text);
+    ASSERT_TRUE(size.ok()) << text;
+    EXPECT_EQ(*size, bytes) << text;
+  }
+  for (const char* text : {"", "GB", "-1GB", "8XB", "8GBs", "8ib", "1e300", "inf", "nan", " 8GB", "5000000TB"}) {
+    EXPECT_FALSE(parse_byte_size(text).ok()) << text;
+  }
 }
 
 TEST(Main, HelpAndVersion) {

@@ -80,6 +80,7 @@ class Process {
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
+  pid_t pid() const { return pid_; }
   void signal(int number) const { ::kill(pid_, number); }
   std::string out() const { return text_of("stdout"); }
   std::string err() const { return text_of("stderr"); }

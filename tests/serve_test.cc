@@ -47,6 +47,7 @@ class Server {
   Process& process() { return process_; }
   RawResponse get(const std::string& path) const { return fetch(port_, "GET", path); }
   RawResponse post(const std::string& path, const Json& body) const { return fetch(port_, "POST", path, body.dump()); }
+  void flush() const { EXPECT_EQ(post("/v1/cache/flush", Json::object()).status, 200); }
   Json chat(const Json& body) const { return answer("/v1/chat/completions", body); }
   Json complete(const Json& body) const { return answer("/v1/completions", body); }
 
@@ -190,7 +191,9 @@ TEST_F(Serve, StreamsAddUpToTheWholeAnswer) {
   requests.push_back(with(greedy_request(0), {{"temperature", 0}, {"max_tokens", 12}}));
   for (Json& request : requests) {
     request.set("return_token_ids", true);
+    server().flush();  // usage says what was restored, which would differ
     const Json whole = server().chat(request);
+    server().flush();
     const Json options = Json::object({{"include_usage", true}});
     const RawResponse stream =
         server().post("/v1/chat/completions", with(request, {{"stream", true}, {"stream_options", options}}));
@@ -323,6 +326,18 @@ TEST_F(Serve, StopStrings) {
   EXPECT_EQ(sum_stream(stream.body, 1).front().content, "The capital of France ");
 }
 
+TEST_F(Serve, FlushedPrefixesAreComputedAgain) {
+  const auto cached = [&] {
+    const Json reply =
+        server().complete(Json::object({{"prompt", as_json(Ids(200, 2718))}, {"max_tokens", 1}, {"temperature", 0}}));
+    return number(at(reply, "usage", "prompt_tokens_details", "cached_tokens"));
+  };
+  EXPECT_EQ(cached(), 0);
+  EXPECT_GT(cached(), 0);
+  server().flush();
+  EXPECT_EQ(cached(), 0);
+}
+
 TEST_F(Serve, LimitsOfLength) {
   const Json cut = server().chat(with(greedy_request(0), {{"temperature", 0}, {"max_tokens", 5}}));
   EXPECT_EQ(at(cut, "choices", 0, "finish_reason"), Json("length"));
@@ -375,6 +390,106 @@ TEST(ServeFlags, BoundsOfTheQueue) {
   EXPECT_EQ(at(parsed(refused.body), "error", "code"), Json("overloaded")) << refused.body;
   running.hang_up();
   EXPECT_EQ(waiting.response().status, 200) << "its turn did not come";
+  EXPECT_TRUE(Harness::eventually([&] { return server.idle(); }));
+}
+
+int64_t resident_kib(pid_t pid) {
+  const Result<std::string> status = read_file(fmt::format("/proc/{}/status", pid));
+  const size_t at = status.ok() ? status->find("VmRSS:") : std::string::npos;
+  EXPECT_NE(at, std::string::npos);
+  return at == std::string::npos ? 0 : std::stoll(status->substr(at + 6));
+}
+
+// Ten thousand requests more than fit: each is told so at once, and none leaves anything behind.
+TEST(ServeFlags, AFloodIsRefusedAtOnceInBoundedMemory) {
+  constexpr int kClients = 8, kEach = 1250;
+  constexpr int64_t kMaxGrowthKib = 32 << 10;
+  Server server({"--max-num-seqs", "1", "--max-queued", "1"});
+  RawClient running(server.port()), waiting(server.port());
+  begin_stream(running, 8000);
+  waiting.request("POST", "/v1/chat/completions", capital_of_france().dump());
+  EXPECT_TRUE(Harness::eventually([&] { return server.metric("moat_requests_waiting") == 1; }));
+  const std::string body = Json::object({{"messages", user_messages(std::string(16 << 10, 'x'))}}).dump();
+  std::vector<std::vector<double>> times(kClients);
+  const auto flood = [&](int count) {
+    std::vector<std::thread> clients;
+    for (int i = 0; i < kClients; ++i) {
+      clients.emplace_back([&, i] {
+        RawClient client(server.port());
+        for (int j = 0; j < count; ++j) {
+          const auto begin = std::chrono::steady_clock::now();
+          client.request("POST", "/v1/chat/completions", body);
+          EXPECT_EQ(client.response().status, 503);
+          times[i].push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+        }
+      });
+    }
+    for (std::thread& client : clients) client.join();
+  };
+  flood(20);  // buffers of these connections
+  const int64_t before = resident_kib(server.process().pid());
+  flood(kEach);
+  const int64_t growth = resident_kib(server.process().pid()) - before;
+  EXPECT_EQ(server.metric("moat_requests_waiting"), 1);
+  std::vector<double> all;
+  for (const auto& some : times) all.insert(all.end(), some.begin(), some.end());
+  std::sort(all.begin(), all.end());
+  fmt::print("{} refusals: median {:.2f} ms, 99.9% {:.1f} ms, worst {:.1f} ms; memory grew by {} KiB\n", all.size(),
+             all[all.size() / 2] * 1e3, all[all.size() * 999 / 1000] * 1e3, all.back() * 1e3, growth);
+  EXPECT_LT(all[all.size() * 99 / 100], 0.1);
+  EXPECT_LT(growth, kMaxGrowthKib);
+}
+
+// What is in the log line "config ...".
+std::string config_of(Server& server) {
+  const std::string log = server.process().err();
+  const size_t begin = log.find(" config model=");
+  EXPECT_NE(begin, std::string::npos) << log;
+  return begin == std::string::npos ? "" : log.substr(begin, log.find('\n', begin) - begin) + " ";
+}
+
+TEST(ServeFlags, TheEffectiveConfigIsPrinted) {
+  Server plain;
+  const std::string config = config_of(plain);
+  for (const char* part : {" served_model_name=moat-nano ", " backend=cpu ", " max_model_len=8192 ",
+                           " max_num_seqs=64 ", " max_batched_tokens=2048 ", " max_queued=256 ", " max_step_ms=0 ",
+                           " deterministic=false ", " memory_fraction=0.9 ", " block_size=64 ", " prefix_cache=true ",
+                           " checkpoint_interval=4096 ", " request_timeout_seconds=0 ", " drain_seconds=30 "}) {
+    EXPECT_NE(config.find(part), std::string::npos) << part << "is not in" << config;
+  }
+  EXPECT_EQ(plain.process().err().find("warn"), std::string::npos) << plain.process().err();
+
+  Server other({"--no-prefix-cache", "--max-memory", "2GiB", "--max-step-ms", "50", "--deterministic",
+                "--request-timeout", "2.5", "--api-key", "secret"});
+  const std::string changed = config_of(other);
+  for (const char* part : {" api_keys=1 ", " max_step_ms=50 ", " deterministic=true ", " memory_bytes=2147483648 ",
+                           " prefix_cache=false ", " checkpoints=0 ", " request_timeout_seconds=2.5 "}) {
+    EXPECT_NE(changed.find(part), std::string::npos) << part << "is not in" << changed;
+  }
+  EXPECT_EQ(other.process().err().find("secret"), std::string::npos);
+}
+
+TEST(ServeFlags, WhatIsChangedIsAWarning) {
+  Server server({"--max-num-seqs", "4096", "--max-memory", "200MB", "--checkpoint-memory", "1kB",
+                 "--checkpoint-interval", "100"});
+  const std::string log = server.process().err();
+  for (const char* part : {"max_num_seqs lowered from 4096 to ", "checkpoint_memory lowered from 1.00 kB to 0",
+                           "checkpoint_interval changed from 100 to 64"}) {
+    EXPECT_NE(log.find(part), std::string::npos) << part << " is not in\n" << log;
+  }
+  EXPECT_NE(config_of(server).find(" checkpoint_interval=64 "), std::string::npos);
+}
+
+TEST(ServeFlags, RequestTimeout) {
+  const Server server({"--request-timeout", "0.3"});
+  Json request = Json::object({{"prompt", "Once"}, {"max_tokens", 8000}, {"ignore_eos", true}});
+  const RawResponse whole = server.post("/v1/completions", request);
+  EXPECT_EQ(whole.status, 504) << whole.body;
+  EXPECT_EQ(at(parsed(whole.body), "error", "code"), Json("timeout"));
+  request.set("stream", true);
+  const RawResponse stream = server.post("/v1/completions", request);
+  EXPECT_EQ(at(parsed(sse_data(stream.body).back()), "error", "code"), Json("timeout")) << stream.body;
+  EXPECT_EQ(server.metric("moat_timeouts_total"), 2);
   EXPECT_TRUE(Harness::eventually([&] { return server.idle(); }));
 }
 

@@ -3,6 +3,8 @@
 
 #include <unistd.h>
 
+#include <charconv>
+#include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <iterator>
@@ -73,6 +75,27 @@ Result<SamplingParams> load_sampling_defaults(const std::string& model_dir) {
   MOAT_RETURN_IF_ERROR(number("top_k", params.top_k));
   MOAT_RETURN_IF_ERROR(number("min_p", params.min_p));
   return params;
+}
+
+Result<int64_t> parse_byte_size(std::string_view text) {
+  constexpr std::string_view kPrefixes = "kmgt";
+  constexpr double kMax = 0x1p62;
+  double number = 0;
+  const auto [rest, failure] = std::from_chars(text.data(), text.data() + text.size(), number);
+  std::string unit(rest, text.data() + text.size());
+  unit.erase(0, unit.find_first_not_of(' '));
+  for (char& c : unit) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  const size_t prefix = unit.empty() ? std::string::npos : kPrefixes.find(unit[0]);
+  if (prefix != std::string::npos) {
+    const bool binary = unit.size() > 1 && unit[1] == 'i';
+    number *= std::pow(binary ? 1024.0 : 1000.0, static_cast<double>(prefix + 1));
+    unit.erase(0, binary ? 2 : 1);
+  }
+  const bool known = unit.empty() || unit == "b";
+  if (failure != std::errc() || !known || !(number >= 0 && number <= kMax)) {
+    return invalid_argument("\"{}\" is not a size, expected one like 512MB, 8GB, 1.5GiB or a number of bytes", text);
+  }
+  return static_cast<int64_t>(std::llround(number));
 }
 
 Result<std::string> read_input(const std::string& path) {

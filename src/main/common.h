@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What several subcommands share: loading with a progress bar, sampling defaults of a checkpoint, reading small inputs.
+// What several subcommands share: loading with a progress bar, sampling defaults of a checkpoint, sizes on the command
+// line, reading small inputs.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/json.h"
@@ -35,6 +37,9 @@ Result<OpenModel> open_model(const ModelOptions& options);
 
 // generation_config.json: temperature, top_p, top_k, min_p where present; anything of the wrong type is an error.
 Result<SamplingParams> load_sampling_defaults(const std::string& model_dir);
+
+// "8GB", "512 MB", "1.5GiB", "4096": k, M, G, T are powers of ten, with an i powers of two; case and B do not matter.
+Result<int64_t> parse_byte_size(std::string_view text);
 
 Result<std::string> read_input(const std::string& path);  // "-" is standard input
 

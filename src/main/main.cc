@@ -13,6 +13,7 @@
 #include "main/make_synthetic.h"
 #include "main/serve.h"
 #include "main/version.h"
+#include "server/openai_request.h"
 
 namespace moat {
 namespace {
@@ -31,12 +32,65 @@ using Run = std::function<Status()>;
 
 const CLI::Range kThreadCount(1, 1024);  // what a ThreadPool takes, and more than any machine has use for
 const CLI::Range kStepTokens(1, 1 << 20);
+const CLI::Range kSeconds(0.0, kMaxTimeoutSeconds);
+
+// Sizes with a unit become the digits of an option that holds bytes.
+std::string to_bytes(std::string& text) {
+  const Result<int64_t> bytes = parse_byte_size(text);
+  if (!bytes.ok()) return bytes.status().message();
+  text = std::to_string(*bytes);
+  return {};
+}
+std::string to_bytes_or_auto(std::string& text) {
+  if (text != "auto") return to_bytes(text);
+  text = "-1";
+  return {};
+}
+const CLI::Validator kSize(to_bytes, "");
+const CLI::Validator kSizeOrAuto(to_bytes_or_auto, "");
 
 void add_model_flags(CLI::App& app, ModelOptions& o) {
   app.add_option("-m,--model", o.model_dir, "Checkpoint directory (config.json and safetensors)")->required();
   app.add_option("--backend", o.backend, "cpu or reference")->capture_default_str();
   app.add_option("--isa", o.isa, "Force an instruction set (see `moat ops list`)");
   app.add_option("--threads", o.threads, "Threads (default: one per usable CPU)")->check(kThreadCount);
+}
+
+void add_engine_flags(CLI::App& app, EngineOptions& o) {
+  app.add_option("--max-model-len", o.max_model_len, "Tokens of one sequence (default: the model's)")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--max-num-seqs", o.max_num_seqs, "Sequences running at once")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app.add_option("--max-batched-tokens", o.max_batched_tokens, "Tokens of one step")
+      ->capture_default_str()
+      ->check(kStepTokens);
+  app.add_option("--max-queued", o.max_queued, "Requests that may wait")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app.add_option_function<double>(
+         "--max-step-ms", [&o](double ms) { o.max_step_seconds = ms / 1e3; },
+         "Prefill is cut so that a step is expected to stay under it (default: no limit)")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--max-memory", o.memory_bytes, "Plan with this instead of the machine's memory: 64GB, 512MiB")
+      ->type_name("SIZE")
+      ->transform(kSize);
+  app.add_option("--memory-fraction", o.memory_fraction, "Of the memory, the share to plan with")
+      ->capture_default_str()
+      ->check(CLI::Range(0.01, 1.0));
+  auto* memory = app.add_option("--checkpoint-memory", o.checkpoint_memory_bytes,
+                                "For states of cached prefixes: 8GB, 512MiB or auto (the default)")
+                     ->type_name("SIZE")
+                     ->transform(kSizeOrAuto);
+  auto* interval = app.add_option("--checkpoint-interval", o.checkpoint_interval,
+                                  "Tokens between checkpoints inside a long prompt; 0: none there")
+                       ->capture_default_str()
+                       ->check(CLI::NonNegativeNumber);
+  app.add_flag_callback(
+         "--no-prefix-cache", [&o] { o.prefix_cache = false; }, "Compute every prompt from its first token")
+      ->excludes(memory)
+      ->excludes(interval);
+  app.add_flag("--deterministic", o.deterministic, "The same bits whatever was cached, batched or preempted");
 }
 
 void add_serve(CLI::App& root, Run& run) {
@@ -48,20 +102,11 @@ void add_serve(CLI::App& root, Run& run) {
   app->add_option("--served-model-name", o->served_name, "Name in the API (default: the directory's name)");
   app->add_option("--alias", o->aliases, "Further names");
   app->add_option("--api-key", o->api_keys, "Require one of these keys");
-  app->add_option("--max-model-len", o->max_model_len, "Tokens of one sequence (default: the model's)")
-      ->check(CLI::PositiveNumber);
-  app->add_option("--max-num-seqs", o->max_num_seqs, "Sequences running at once")
+  add_engine_flags(*app, o->engine);
+  app->add_option("--request-timeout", o->request_timeout_seconds,
+                  "Seconds a request may take, waiting included; 0: no limit")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
-  app->add_option("--max-batched-tokens", o->max_batched_tokens, "Tokens of one step")
-      ->capture_default_str()
-      ->check(kStepTokens);
-  app->add_option("--max-queued", o->max_queued, "Requests that may wait")
-      ->capture_default_str()
-      ->check(CLI::PositiveNumber);
-  app->add_option("--memory-fraction", o->memory_fraction, "Of the machine's memory")
-      ->capture_default_str()
-      ->check(CLI::Range(0.01, 1.0));
+      ->check(kSeconds);
   app->add_option("--drain-seconds", o->drain_seconds, "Time for live requests after SIGTERM")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);

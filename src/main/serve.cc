@@ -13,8 +13,9 @@
 #include <thread>
 
 #include "base/log.h"
-#include "engine/local_engine.h"
+#include "main/serve_config.h"
 #include "main/version.h"
+#include "plan/host_memory.h"
 #include "server/server.h"
 #include "text/tokenizer.h"
 
@@ -70,18 +71,20 @@ ApiServer::Options server_options(const ServeOptions& o, const SamplingParams& d
   ApiServer::Options options;
   options.http.host = o.host;
   options.http.port = o.port;
-  options.model.name = o.served_name.empty() ? default_name(o.model.model_dir) : o.served_name;
+  options.model.name = o.served_name;
   options.model.aliases = o.aliases;
   options.model.defaults.temperature = defaults.temperature;
   options.model.defaults.top_p = defaults.top_p;
   options.model.defaults.top_k = defaults.top_k;
   options.model.defaults.min_p = defaults.min_p;
+  options.model.defaults.timeout_seconds = o.request_timeout_seconds;
   options.api_keys = o.api_keys;
   options.version = kVersion;
   return options;
 }
 
-void print_greeting(const ServeOptions& o, const ApiServer& server, const std::string& name) {
+void print_greeting(const ServeOptions& o, const ApiServer& server) {
+  const std::string& name = o.served_name;
   fmt::print(
       "\n{} is served on http://{}:{}   (Ctrl-C stops it)\n\n"
       "  curl http://{}:{}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
@@ -94,9 +97,11 @@ void print_greeting(const ServeOptions& o, const ApiServer& server, const std::s
 
 }  // namespace
 
-Status serve_command(const ServeOptions& o) {
+Status serve_command(const ServeOptions& asked) {
   const Signals signals;
   std::optional<ExitOnSignal> while_loading(signals);
+  ServeOptions o = asked;  // with every default filled in
+  if (o.served_name.empty()) o.served_name = default_name(o.model.model_dir);
   MOAT_ASSIGN(const SamplingParams defaults, load_sampling_defaults(o.model.model_dir));
   MOAT_ASSIGN(const Tokenizer tokenizer, Tokenizer::load(o.model.model_dir));
   if (!tokenizer.has_xtml()) {
@@ -104,9 +109,7 @@ Status serve_command(const ServeOptions& o) {
         "{}: the tokenizer has no XTML control tokens; only Kimi K3's chat format is served, and no other is guessed",
         o.model.model_dir);
   }
-  ApiServer::Options options = server_options(o, defaults);
-  const std::string name = options.model.name;
-  ApiServer server(std::move(options));
+  ApiServer server(server_options(o, defaults));
   MOAT_RETURN_IF_ERROR(server.start());  // answers /health and /ready while the model loads
 
   MOAT_ASSIGN(OpenModel open, open_model(o.model));
@@ -114,21 +117,21 @@ Status serve_command(const ServeOptions& o) {
     return data_loss("{}: the tokenizer has {} ids, the model's vocabulary {}", o.model.model_dir,
                      tokenizer.vocab_size(), open.loaded->config.vocab_size);
   }
-  MOAT_ASSIGN(EngineParts parts, make_engine_parts(*open.loaded,
-                                                   {.max_model_len = o.max_model_len,
-                                                    .max_num_seqs = o.max_num_seqs,
-                                                    .max_batched_tokens = o.max_batched_tokens,
-                                                    .max_queued = o.max_queued,
-                                                    .memory_fraction = o.memory_fraction,
-                                                    .reference = open.reference},
-                                                   *open.pool));
+  o.port = server.port();
+  o.model.threads = open.pool->num_threads();
+  o.engine.reference = open.reference;
+  const int64_t host_memory = host_memory_bytes();
+  if (o.engine.memory_bytes == 0) o.engine.memory_bytes = host_memory;
+  MOAT_ASSIGN(EngineParts parts, make_engine_parts(*open.loaded, o.engine, *open.pool));
   fmt::print("memory:\n{}{}\n", parts.capacity.table(), parts.runner->kernel_plan().summary());
-  LocalEngine engine(std::move(parts), o.max_queued);
+  log_info("config {}", config_line(o, defaults, parts));
+  for (const std::string& warning : config_warnings(o.engine, parts, host_memory)) log_warn("{}", warning);
+  LocalEngine engine(std::move(parts), o.engine.max_queued);
   while_loading.reset();
   server.set_model(engine, tokenizer);
-  log_info("ready model={} host={} port={} max_model_len={} max_num_seqs={}", name, o.host, server.port(),
+  log_info("ready model={} host={} port={} max_model_len={} max_num_seqs={}", o.served_name, o.host, o.port,
            engine.info().max_model_len, engine.info().max_num_seqs);
-  print_greeting(o, server, name);
+  print_greeting(o, server);
 
   const int signal = signals.wait();
   log_info("draining signal={} limit={}s", signal == SIGTERM ? "SIGTERM" : "SIGINT", o.drain_seconds);

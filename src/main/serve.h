@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/local_engine.h"
 #include "main/common.h"
 
 namespace moat {
@@ -18,11 +19,8 @@ struct ServeOptions {
   std::string served_name;  // empty: the last part of the model directory
   std::vector<std::string> aliases;
   std::vector<std::string> api_keys;
-  int64_t max_model_len = 0;  // 0: the model's
-  int64_t max_num_seqs = 64;
-  int64_t max_batched_tokens = 2048;
-  int64_t max_queued = 256;
-  double memory_fraction = 0.9;
+  EngineOptions engine;
+  double request_timeout_seconds = 0;  // 0: none; a request may ask for less
   int drain_seconds = 30;
 };
 
