@@ -28,7 +28,7 @@ struct AgentTraceOptions {
   int64_t reply_tokens = 256;           // at most; at least a quarter of it
   int32_t vocab_size = 50'000;          // ids are in [0, vocab_size)
   int system_prompts = 6;               // the first are used most
-  double span_seconds = 1800;           // in which conversations start
+  double span_seconds = 600;            // in which conversations start
   uint64_t seed = 1;
 };
 
