@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "core/touch.h"
+
 namespace moat {
 
 CacheView dry_cache_view(const ModelConfig& config, const CacheSizes& sizes) {
@@ -26,6 +28,10 @@ CacheMemory::CacheMemory(const ModelConfig& config, const CacheSizes& sizes) : v
   fill(mla_, view_.mla);
   fill(state_, view_.kda_state);
   fill(conv_, view_.kda_conv);
+}
+
+void CacheMemory::make_resident(ThreadPool& pool) {
+  for (const Buffer* buffer : {&mla_, &state_, &conv_}) touch(pool, buffer->bytes());
 }
 
 void CacheMemory::copy_states(std::span<const StateCopy> copies, ThreadPool& pool) {

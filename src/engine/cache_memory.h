@@ -19,6 +19,7 @@ class CacheMemory {
   CacheMemory(const ModelConfig& config, const CacheSizes& sizes);
   const CacheView& view() const { return view_; }
   int64_t bytes() const;
+  void make_resident(ThreadPool& pool);  // zeroes everything, so that no page is missing when the first request comes
   // Copies states, in order; each copy is spread over the pool.
   void copy_states(std::span<const StateCopy> copies, ThreadPool& pool);
 

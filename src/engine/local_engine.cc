@@ -5,9 +5,33 @@
 #include <random>
 
 #include "base/log.h"
+#include "core/ceilings.h"
 #include "engine/sampling_check.h"
+#include "engine/step_cost_fit.h"
+#include "plan/host_memory.h"
 
 namespace moat {
+
+namespace {
+
+// What the process holds besides the weights, before pools and temporaries are there.
+int64_t process_bytes(const LoadReport& report) {
+  const ResidentMemory now = resident_memory();
+  return std::max<int64_t>(0, now.anonymous_bytes - static_cast<int64_t>(report.bytes_owned)) +
+         std::max<int64_t>(0, now.file_bytes - static_cast<int64_t>(report.bytes_mapped));
+}
+
+// (row, cached token) pairs of a plan: of its sequences in decode form, and of the others.
+std::pair<double, double> count_pairs(const StepPlan& plan) {
+  double pairs[2] = {0, 0};
+  for (size_t s = 0; s < plan.sequences.size(); ++s) {
+    const double rows = plan.num_tokens[s];
+    pairs[static_cast<int64_t>(s) >= plan.num_decode_seqs] += rows * (plan.first_positions[s] + rows / 2);
+  }
+  return {pairs[0], pairs[1]};
+}
+
+}  // namespace
 
 Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOptions& o, ThreadPool& pool) {
   const ModelConfig& config = loaded.config;
@@ -32,6 +56,7 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
                            .memory_fraction = o.memory_fraction,
                            .weight_bytes = static_cast<int64_t>(loaded.report.bytes_mapped + loaded.report.bytes_owned),
                            .arena_bytes = dry.arena_bytes,
+                           .process_bytes = process_bytes(loaded.report),
                            .block_size = o.block_size,
                            .max_model_len = max_len,
                            .max_num_seqs = o.max_num_seqs,
@@ -50,7 +75,17 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
                           .token_bytes = block_bytes(config, 1),
                           .slot_bytes = slot_bytes(config)};
   parts.caches = std::make_unique<CacheMemory>(config, parts.capacity.cache);
+  parts.caches->make_resident(pool);
   parts.runner = std::make_unique<Runner>(*parts.model, *parts.caches, pool, runner, std::move(dry));
+  if (o.max_step_seconds > 0) {
+    parts.step_cost =
+        derive_step_cost(*parts.model, {.arch = runner.arch,
+                                        .max_batched_tokens = o.max_batched_tokens,
+                                        .max_num_seqs = o.max_num_seqs,
+                                        .block_size = o.block_size,
+                                        .read_bytes_per_second = measure_read_bandwidth(pool, Effort::kQuick),
+                                        .flops_per_second = measure_f32_flops(pool, Effort::kQuick)});
+  }
   parts.info = {.vocab_size = static_cast<int32_t>(config.vocab_size),
                 .max_model_len = static_cast<int32_t>(max_len),
                 .max_num_seqs = static_cast<int32_t>(parts.capacity.max_num_seqs),
@@ -63,7 +98,8 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
 LocalEngine::LocalEngine(EngineParts parts, int64_t max_queued)
     : parts_(std::move(parts)),
       max_queued_(max_queued),
-      scheduler_(parts_.scheduler_options, parts_.capacity.cache, parts_.ledger_options) {
+      scheduler_(parts_.scheduler_options, parts_.capacity.cache, parts_.ledger_options),
+      step_cost_(parts_.step_cost) {
   stats_.blocks_total = parts_.capacity.cache.num_blocks;
   stats_.slots_total = parts_.capacity.cache.num_slots;
   thread_ = std::thread([this] { loop(); });
@@ -190,14 +226,17 @@ void LocalEngine::loop() {
   StepPlan plan;
   std::vector<SequenceEvent> events;
   while (take_inbox()) {
-    scheduler_.schedule(plan, events, now());
+    scheduler_.schedule(plan, events, now(), step_cost_.current());
     publish(events);
     if (plan.empty()) {
       MOAT_CHECK(scheduler_.num_running() == 0, "nothing can go on: {}", scheduler_.describe());
       continue;
     }
     note_started(plan);
+    const double start = now();
     const StepResult result = parts_.runner->run(plan, scheduler_);
+    const auto [decode_pairs, prefill_pairs] = count_pairs(plan);
+    step_cost_.observe(static_cast<int64_t>(plan.token_ids.size()), decode_pairs, prefill_pairs, now() - start);
     scheduler_.advance(plan, result, events);
     publish(events);
 #ifndef NDEBUG

@@ -44,6 +44,7 @@ struct EngineParts {
   std::unique_ptr<KimiModel> model;
   SchedulerOptions scheduler_options;
   LedgerOptions ledger_options;
+  StepCost step_cost;  // declared; unknown without max_step_seconds
   Capacity capacity;
   std::unique_ptr<CacheMemory> caches;
   std::unique_ptr<Runner> runner;
@@ -95,6 +96,7 @@ class LocalEngine final : public Engine {
   const int64_t max_queued_;
   const Clock::time_point started_ = Clock::now();
   Scheduler scheduler_;                        // engine thread
+  StepCostTracker step_cost_;                  // engine thread
   std::unordered_map<SequenceId, Live> live_;  // engine thread
 
   mutable std::mutex mutex_;

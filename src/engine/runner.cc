@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "core/touch.h"
+
 namespace moat {
 
 Result<DryRun> dry_run(const Model& model, const RunnerOptions& options, const CacheSizes& sizes, ThreadPool& pool) {
@@ -39,7 +41,9 @@ Runner::Runner(const Model& model, CacheMemory& caches, ThreadPool& pool, const 
       plan_(std::move(dry.plan)),
       arena_bytes_(dry.arena_bytes),
       arena_(static_cast<size_t>(dry.arena_bytes)),
-      sampler_(model.config().vocab_size, model.config().eos_token_id) {}
+      sampler_(model.config().vocab_size, model.config().eos_token_id) {
+  touch(pool, arena_.memory());  // resident before the first request
+}
 
 void Runner::set_profile(Profile* profile) { profile_ = profile; }
 

@@ -9,7 +9,6 @@
 
 #include "base/status.h"
 #include "model/config.h"
-#include "plan/host_memory.h"
 
 namespace moat {
 

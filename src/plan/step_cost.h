@@ -22,7 +22,26 @@ struct StepCost {
 
   bool known() const { return !rows_seconds.empty(); }
   double seconds(int64_t rows, double decode_pairs, double prefill_pairs) const;
-  StepCost scaled(double factor) const;  // all seconds times `factor`
+};
+
+// Brings a declared cost to what real steps take: one factor for each point of rows_seconds, because few rows and many
+// come close to their ceilings to different degrees. One thread.
+class StepCostTracker {
+ public:
+  StepCostTracker() = default;
+  explicit StepCostTracker(StepCost declared);
+
+  // A step of so many rows and pairs took `seconds`.
+  void observe(int64_t rows, double decode_pairs, double prefill_pairs, double seconds);
+  // The declared cost with what was learnt; a point that was never near a step takes the factor of the nearest that was.
+  const StepCost& current() const { return current_; }
+
+ private:
+  void rebuild();
+
+  StepCost declared_;
+  StepCost current_;
+  std::vector<double> factors_;  // [points]; 0: not observed
 };
 
 }  // namespace moat
