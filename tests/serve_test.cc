@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <thread>
 
@@ -535,6 +536,39 @@ TEST_F(Serve, AClientThatLeavesDuringPrefillFreesItsSlots) {
     EXPECT_TRUE(Harness::eventually([] { return server().metric("moat_state_slots_used") > 0; }));
   }
   EXPECT_TRUE(Harness::eventually([] { return server().idle(); })) << server().get("/metrics").body;
+}
+
+int64_t open_files(pid_t pid) {
+  const std::filesystem::directory_iterator files(fmt::format("/proc/{}/fd", pid));
+  return std::distance(begin(files), end(files));
+}
+
+// At any moment from the first byte of a request to the middle of its reply.
+TEST_F(Serve, AThousandHangUpsLeaveNothingBehind) {
+  const pid_t pid = server().process().pid();
+  const auto served = [] {
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_EQ(server().post("/v1/chat/completions", with(capital_of_france(), {{"max_tokens", 1}})).status, 200);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  const double before = served();
+  const int64_t files = open_files(pid);
+  uint32_t state = 7;
+  for (int i = 0; i < 1000; ++i) {
+    RawClient client(server().port());
+    const std::string body =
+        with(capital_of_france(), {{"stream", i % 2 == 0}, {"max_tokens", 500}, {"ignore_eos", true}}).dump();
+    const std::string text = fmt::format(
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {}\r\n\r\n{}", body.size(), body);
+    state = state * 1664525U + 1013904223U;
+    client.send((state >> 20) % 4 != 0 ? text : text.substr(0, (state >> 8) % text.size()));
+    if ((state >> 24) % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(state % 8000));
+  }
+  EXPECT_TRUE(Harness::eventually([] { return server().idle(); })) << server().get("/metrics").body;
+  EXPECT_TRUE(Harness::eventually([&] { return open_files(pid) <= files; })) << open_files(pid) << " of " << files;
+  const double after = served();
+  fmt::print("a request takes {:.1f} ms before, {:.1f} ms after\n", before * 1e3, after * 1e3);
+  EXPECT_LT(after, 10 * before + 1);
 }
 
 // ----------------------------------------------------------------------------------------------- the end
