@@ -272,7 +272,7 @@ void Scheduler::plan_saves(Sequence& s, StepPlan& plan) {
     return ledger_.plan_save(s.lease, s.chain.keys(), b.position, b.optional ? Kind::kOptional : Kind::kWanted,
                              plan.saves);
   }
-  if (s.num_planned > s.num_prompt()) {
+  if (s.num_planned >= s.num_prompt()) {
     ledger_.plan_save(s.lease, s.chain.keys(), s.num_planned, Kind::kRolling, plan.saves);
   }
 }

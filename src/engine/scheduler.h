@@ -20,7 +20,7 @@
 //
 // Checkpoints of a sequence's state are planned at the last block boundary at or before the end of the prompt (less one
 // token: the last row is always computed) and of its messages, every checkpoint_interval tokens, and at each block
-// boundary that decoding crosses, where the newest replaces the one before.
+// boundary that decoding starts from or crosses, where the newest replaces the one before.
 //
 // Life of a request: waiting -> running -> (preempted: waiting -> running ...) -> ended, with exactly one finish reason.
 // schedule() may be called again before advance() of the last plan (one step ahead): sequences whose next token is not
