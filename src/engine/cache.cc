@@ -96,6 +96,7 @@ std::optional<CacheLedger::Admitted> CacheLedger::admit(const Admission& admissi
   holding.slot = slot;
   holding.shares = caching();
   holding.epoch = epoch_;
+  holding.version = next_version_++;
   ++num_live_;
   return Admitted{lease, holding.num_indexed * sizes_.block_size};
 }
@@ -103,6 +104,8 @@ std::optional<CacheLedger::Admitted> CacheLedger::admit(const Admission& admissi
 bool CacheLedger::extend(Lease lease, int64_t tokens) {
   std::vector<int32_t>& blocks = at(lease).blocks;
   const int64_t wanted = blocks_for(tokens);
+  if (static_cast<int64_t>(blocks.size()) >= wanted) return true;
+  at(lease).version = next_version_++;
   while (static_cast<int64_t>(blocks.size()) < wanted) {
     if (!make_free_blocks(1)) return false;
     blocks.push_back(blocks_.allocate(1)->front());
@@ -163,6 +166,7 @@ void CacheLedger::commit(Lease lease, std::span<const int32_t> ids, std::span<co
     if (node < 0) {
       holding.shares = false;
     } else {
+      if (holding.blocks[i] != node) holding.version = next_version_++;
       holding.blocks[i] = node;
       holding.num_indexed = b + 1;
     }

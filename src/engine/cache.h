@@ -100,6 +100,8 @@ class CacheLedger {
   int64_t restorable(std::span<const int32_t> ids, std::span<const BlockKey> keys) const;
 
   std::span<const int32_t> block_table(Lease lease) const { return leases_[static_cast<size_t>(lease)].blocks; }
+  // Changes whenever the table does; never the same for two tables.
+  uint64_t table_version(Lease lease) const { return leases_[static_cast<size_t>(lease)].version; }
   int32_t state_slot(Lease lease) const { return leases_[static_cast<size_t>(lease)].slot; }
   int64_t blocks_for(int64_t tokens) const { return (tokens + sizes_.block_size - 1) / sizes_.block_size; }
   bool can_ever_fit(int64_t tokens) const { return blocks_for(tokens) <= blocks_.num_blocks(); }
@@ -133,6 +135,7 @@ class CacheLedger {
     bool shares = true;       // false: no further block becomes a node
     int32_t slot = -1;        // -1: the lease is not in use
     uint64_t epoch = 0;
+    uint64_t version = 0;
     std::vector<PendingSave> pending;
     std::vector<Made> made;
     Made rolling;
@@ -154,6 +157,7 @@ class CacheLedger {
   std::vector<Lease> free_leases_;
   int64_t num_live_ = 0;
   uint64_t epoch_ = 0;
+  uint64_t next_version_ = 1;
   int64_t saved_total_ = 0;
   int64_t restored_total_ = 0;
 };

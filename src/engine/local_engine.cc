@@ -210,7 +210,12 @@ bool LocalEngine::take_inbox() {
   for (Message& m : messages) {
     switch (m.kind) {
       case Message::Kind::kCancel: scheduler_.cancel(m.id); break;
-      case Message::Kind::kFlush: scheduler_.flush_cache(); break;
+      case Message::Kind::kFlush: {
+        scheduler_.flush_cache();
+        const std::lock_guard lock(mutex_);
+        take_stats(num_live_);
+        break;
+      }
       case Message::Kind::kSubmit:
         live_.emplace(m.id, std::move(m.live));
         scheduler_.add(m.id, std::move(m.request), now());

@@ -24,7 +24,6 @@ void StepPlan::clear() {
   state_slots.clear();
   wants_token.clear();
   token_ids.clear();
-  max_blocks = 0;
   num_decode_seqs = 0;
   restores.clear();
   saves.clear();
@@ -277,19 +276,25 @@ void Scheduler::plan_saves(Sequence& s, StepPlan& plan) {
   }
 }
 
-void Scheduler::fill_block_tables(StepPlan& plan) const {
-  std::vector<std::span<const int32_t>> tables;
-  tables.reserve(plan.sequences.size());
-  for (const SequenceId id : plan.sequences) {
-    tables.push_back(ledger_.block_table(sequences_.at(id)->lease));
-    plan.max_blocks = std::max(plan.max_blocks, static_cast<int64_t>(tables.back().size()));
+// Rows that the plan has from the step before are left alone: most tables are longer than what changes in a step.
+void Scheduler::fill_block_tables(const std::vector<Sequence*>& sequences, StepPlan& plan) const {
+  int64_t longest = 0;
+  for (const Sequence* s : sequences) {
+    longest = std::max(longest, static_cast<int64_t>(ledger_.block_table(s->lease).size()));
   }
-  const auto width = static_cast<size_t>(plan.max_blocks);
-  plan.block_tables.resize(tables.size() * width);
-  for (size_t s = 0; s < tables.size(); ++s) {
-    const auto row = plan.block_tables.begin() + static_cast<int64_t>(s * width);
-    const auto rest = std::copy(tables[s].begin(), tables[s].end(), row);
-    std::fill(rest, row + static_cast<int64_t>(width), -1);
+  constexpr int64_t kWidthUnit = 16;  // so that the width seldom changes
+  const int64_t width = (longest + kWidthUnit - 1) / kWidthUnit * kWidthUnit;
+  if (width != plan.max_blocks) plan.table_versions.clear();
+  plan.max_blocks = width;
+  plan.table_versions.resize(sequences.size(), 0);
+  plan.block_tables.resize(sequences.size() * static_cast<size_t>(width));
+  for (size_t s = 0; s < sequences.size(); ++s) {
+    const uint64_t version = ledger_.table_version(sequences[s]->lease);
+    if (plan.table_versions[s] == version) continue;
+    plan.table_versions[s] = version;
+    const auto table = ledger_.block_table(sequences[s]->lease);
+    const auto row = plan.block_tables.begin() + static_cast<int64_t>(s) * width;
+    std::fill(std::copy(table.begin(), table.end(), row), row + width, -1);
   }
 }
 
@@ -298,14 +303,20 @@ void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, dou
   end_overdue(now, events);
   Budget budget{.rows_left = options_.max_batched_tokens};
   std::vector<std::pair<Sequence*, int64_t>> long_pieces;
+  std::vector<Sequence*>& planned = in_flight_.emplace_back();  // in plan order
+  planned.reserve(running_.size());
+  const auto append = [&](Sequence& s, int64_t count) {
+    append_to_plan(s, count, plan);
+    plan_saves(s, plan);
+    planned.push_back(&s);
+  };
 
   for (size_t i = 0; i < running_.size() && budget.rows_left > 0; ++i) {
     Sequence& s = *running_[i];
     if (s.remaining() != 1) continue;
     if (!make_room(s)) break;  // it was the last in rank
     spend(s, 1, budget);
-    append_to_plan(s, 1, plan);
-    plan_saves(s, plan);
+    append(s, 1);
   }
   const auto give = [&](Sequence& s, int64_t count) {
     spend(s, count, budget);
@@ -315,8 +326,7 @@ void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, dou
       long_pieces.emplace_back(&s, count);
       return;
     }
-    append_to_plan(s, count, plan);
-    plan_saves(s, plan);
+    append(s, count);
   };
   for (Sequence* s : running_) {
     if (s->remaining() <= 1) continue;
@@ -336,11 +346,9 @@ void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, dou
   }
 
   plan.num_decode_seqs = static_cast<int64_t>(plan.sequences.size());
-  for (const auto& [s, count] : long_pieces) {
-    append_to_plan(*s, count, plan);
-    plan_saves(*s, plan);
-  }
-  fill_block_tables(plan);
+  for (const auto& [s, count] : long_pieces) append(*s, count);
+  fill_block_tables(planned, plan);
+  if (planned.empty()) in_flight_.pop_back();
 }
 
 // One sampled token of a sequence: append it and see whether it ends the request.
@@ -379,8 +387,13 @@ void Scheduler::accept_token(Sequence& sequence, const StepResult::Row& row, std
 }
 
 void Scheduler::advance(const StepPlan& plan, const StepResult& result, std::vector<SequenceEvent>& events) {
-  for (size_t i = 0; i < plan.sequences.size(); ++i) {
-    Sequence& s = *sequences_.at(plan.sequences[i]);
+  if (plan.empty()) return;
+  MOAT_CHECK(!in_flight_.empty() && in_flight_.front().size() == plan.sequences.size(),
+             "advance() of a plan that is not the oldest in flight");
+  const std::vector<Sequence*> planned = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  for (size_t i = 0; i < planned.size(); ++i) {
+    Sequence& s = *planned[i];
     const int64_t before = s.num_computed;
     s.num_computed += plan.num_tokens[i];
     --s.in_flight;
@@ -388,9 +401,17 @@ void Scheduler::advance(const StepPlan& plan, const StepResult& result, std::vec
     s.high_water = std::max(s.high_water, s.num_computed);
     if (!ledger_.caching()) continue;
     ledger_.commit(s.lease, s.tokens, s.chain.keys(), s.num_computed);
+    if (s.boundaries.empty()) continue;
     std::erase_if(s.boundaries, [&](const Boundary& b) { return b.position <= s.num_computed; });
   }
-  for (const StepResult::Row& row : result.rows) accept_token(*sequences_.at(row.sequence), row, events);
+  size_t row = 0;
+  for (size_t i = 0; i < planned.size(); ++i) {
+    if (!plan.wants_token[i]) continue;
+    MOAT_CHECK(row < result.rows.size() && result.rows[row].sequence == plan.sequences[i],
+               "the results are not those of the plan");
+    accept_token(*planned[i], result.rows[row++], events);
+  }
+  MOAT_CHECK(row == result.rows.size(), "{} results, {} were wanted", result.rows.size(), row);
 }
 
 const Request& Scheduler::request(SequenceId id) const { return sequences_.at(id)->request; }

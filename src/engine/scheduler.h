@@ -34,6 +34,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <map>
 #include <memory>
@@ -151,14 +152,15 @@ class Scheduler {
   int64_t piece(const Sequence& sequence, const Budget& budget, const StepCost& cost) const;
   void append_to_plan(Sequence& sequence, int64_t count, StepPlan& plan);
   void plan_saves(Sequence& sequence, StepPlan& plan);
-  void fill_block_tables(StepPlan& plan) const;
+  void fill_block_tables(const std::vector<Sequence*>& sequences, StepPlan& plan) const;
   void accept_token(Sequence& sequence, const StepResult::Row& row, std::vector<SequenceEvent>& events);
 
   SchedulerOptions options_;
   CacheLedger ledger_;
   std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   std::map<Rank, Sequence*> waiting_;
-  std::vector<Sequence*> running_;  // by rank
+  std::vector<Sequence*> running_;                // by rank
+  std::deque<std::vector<Sequence*>> in_flight_;  // the sequences of each plan that is not advanced, oldest first
   SchedulerStats stats_;
   double next_deadline_ = std::numeric_limits<double>::infinity();
   bool any_cancelled_ = false;

@@ -21,6 +21,7 @@ struct StepPlan {
   std::vector<uint8_t> wants_token;      // [seqs], the last row is sampled
   std::vector<int32_t> token_ids;        // [tokens]
   std::vector<int32_t> block_tables;     // [seqs, max_blocks], unused entries -1
+  std::vector<uint64_t> table_versions;  // [seqs]; rows of equal version and width are equal, from step to step, too
   int64_t max_blocks = 0;
   int64_t num_decode_seqs = 0;
   std::vector<StateCopy> restores;  // before the forward, in order

@@ -73,6 +73,25 @@ struct BenchEngineOptions {
 };
 Status bench_engine_command(const BenchEngineOptions& options);
 
+struct BenchSchedulerOptions {
+  int64_t sequences = 1000;
+  int64_t blocks = 200;  // of each sequence
+  int64_t steps = 2000;
+  int64_t hash_tokens = 100'000;
+  bool json = false;
+};
+Status bench_scheduler_command(const BenchSchedulerOptions& options);
+
+struct BenchCacheOptions {
+  ModelOptions model;
+  int64_t history = 16'000;  // tokens before the second turn; at most what the context allows
+  int64_t prompt = 8'000;    // tokens of the prompt that arrives among decoding streams
+  int64_t streams = 16;
+  int64_t stream_context = 512;  // prompt tokens of each stream
+  double step_ratio = 1.6;       // step limit, in decode steps
+};
+Status bench_cache_command(const BenchCacheOptions& options);
+
 struct BenchCeilingsOptions {
   int threads = 0;
   bool json = false;

@@ -207,6 +207,34 @@ void add_bench(CLI::App& root, Run& run) {
   engine->add_flag("--profile", eo->profile, "Time, GB/s and share of each call site");
   engine->add_flag("--json", eo->json);
   engine->callback([eo, &run] { run = [eo] { return bench_engine_command(*eo); }; });
+
+  auto* scheduler = bench->add_subcommand("scheduler", "Bookkeeping of a step, without a model");
+  auto so = std::make_shared<BenchSchedulerOptions>();
+  scheduler->add_option("--sequences", so->sequences)->capture_default_str()->check(CLI::PositiveNumber);
+  scheduler->add_option("--blocks", so->blocks, "Blocks of each sequence")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  scheduler->add_option("--steps", so->steps)->capture_default_str()->check(CLI::PositiveNumber);
+  scheduler->add_flag("--json", so->json);
+  scheduler->callback([so, &run] { run = [so] { return bench_scheduler_command(*so); }; });
+
+  auto* cache = bench->add_subcommand("cache", "Prefix reuse, and a long prompt among decoding streams");
+  auto ko = std::make_shared<BenchCacheOptions>();
+  add_model_flags(*cache, ko->model);
+  cache->add_option("--history", ko->history, "Tokens before the second turn")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  cache->add_option("--prompt", ko->prompt, "Tokens of the prompt that arrives")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  cache->add_option("--streams", ko->streams)->capture_default_str()->check(CLI::PositiveNumber);
+  cache->add_option("--stream-context", ko->stream_context, "Prompt tokens of each stream")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  cache->add_option("--step-ratio", ko->step_ratio, "Step limit in decode steps")
+      ->capture_default_str()
+      ->check(CLI::Range(1.05, 1000.0));
+  cache->callback([ko, &run] { run = [ko] { return bench_cache_command(*ko); }; });
 }
 
 int run_main(int argc, char** argv) {
