@@ -545,5 +545,80 @@ TEST_F(NanoSampling, SeedsRepeatAndDiffer) {
   EXPECT_EQ(std::set(replies.begin(), replies.end()).size(), 4U);
 }
 
+// Prefixes are shared whatever the sampling options of those who computed them: options choose tokens and never alter the
+// hidden states of given tokens. Whoever adds one that does must keep such requests out of the prefix cache.
+TEST_F(NanoSampling, NoOptionAltersWhatThePrefixCacheKeeps) {
+  std::vector<SamplingParams> variants(9, greedy(70));
+  variants[0].temperature = 1.5F;
+  variants[0].seed = 5;
+  variants[1].presence_penalty = 1.5F;
+  variants[2].frequency_penalty = 1.0F;
+  variants[3].repetition_penalty = 1.3F;
+  variants[4].logit_bias = {{100, 20.0F}};
+  variants[5].bad_words = {{100}, {7, 8}};
+  variants[6].min_tokens = 60;
+  variants[7].num_logprobs = 5;
+  variants[8].temperature = 2.0F;
+  variants[8].top_k = 50;
+  variants[8].top_p = 0.9F;
+  variants[8].min_p = 0.01F;
+
+  const EngineOptions options{.max_model_len = 512, .max_num_seqs = 2, .deterministic = true};
+  const auto start = [&] {
+    auto parts = make_engine_parts(*loaded_, options, *pool_);
+    EXPECT_TRUE(parts.ok()) << parts.status().message();
+    return std::make_unique<LocalEngine>(std::move(parts).value(), 8);
+  };
+  struct Answer {
+    std::vector<int32_t> ids;
+    std::vector<float> logprobs;
+    int32_t cached = 0;
+  };
+  const auto ask = [](LocalEngine& engine, const std::vector<int32_t>& prompt, const SamplingParams& params) {
+    Answer answer;
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool ended = false;
+    Request request;
+    request.prompt_ids = prompt;
+    request.sampling = params;
+    const auto handle = engine.submit(std::move(request), [&](TokenEvent e) {
+      const std::lock_guard lock(mutex);
+      for (const SampledToken& token : e.tokens) {
+        answer.ids.push_back(token.token_id);
+        answer.logprobs.push_back(token.logprob);
+      }
+      answer.cached = e.num_cached_tokens;
+      ended = e.finish != FinishReason::kNone;
+      changed.notify_all();
+    });
+    EXPECT_TRUE(handle.ok()) << handle.status().message();
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return ended; });
+    return answer;
+  };
+
+  std::vector<int32_t> prompt;
+  while (prompt.size() < 100) {
+    for (const int32_t id : short_prompt()) prompt.push_back(id);
+  }
+  SamplingParams plain = greedy(4);
+  plain.num_logprobs = 0;
+  for (size_t v = 0; v < variants.size(); ++v) {
+    const auto engine = start();
+    std::vector<int32_t> next = prompt;
+    const Answer first = ask(*engine, prompt, variants[v]);
+    next.insert(next.end(), first.ids.begin(), first.ids.end());
+    next.push_back(42);
+    const Answer restored = ask(*engine, next, plain);
+    EXPECT_GE(restored.cached, 128) << "variant " << v << ": the reply's rows are part of what is restored";
+    const auto fresh = start();
+    const Answer cold = ask(*fresh, next, plain);
+    EXPECT_EQ(cold.cached, 0);
+    EXPECT_EQ(restored.ids, cold.ids) << "variant " << v;
+    EXPECT_EQ(restored.logprobs, cold.logprobs) << "variant " << v;
+  }
+}
+
 }  // namespace
 }  // namespace moat

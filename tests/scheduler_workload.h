@@ -104,7 +104,8 @@ class SchedulerWorkload {
                 .deterministic = source.one_in(2)};
     sizes_.block_size = 1 + source.below(24);
     const int64_t longest = (kMaxLen + sizes_.block_size - 1) / sizes_.block_size;
-    sizes_.num_blocks = longest + source.below(source.one_in(2) ? longest : 3 * longest);  // often less than the running sequences want
+    sizes_.num_blocks =
+        longest + source.below(source.one_in(2) ? longest : 3 * longest);  // often less than the running sequences want
     sizes_.num_slots = options_.max_num_seqs + source.below(10);
     ledger_ = {.prefix_cache = !source.one_in(8), .hash_seed = 7};
     lag_ = source.one_in(3) ? 1 : 0;
