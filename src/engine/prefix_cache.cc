@@ -8,11 +8,15 @@
 
 namespace moat {
 
+// The constants are of the replays in tests/prefix_replay_test.cc; the hit rate is flat around them.
 double default_eviction_score(const CheckpointFacts& f) {
-  const double saved_per_byte = static_cast<double>(f.saved_tokens) / static_cast<double>(f.bytes);
+  // Every checkpoint frees one slot, but blocks in proportion to the tokens it saves: per block, all save the same.
+  const double saved_per_freed = f.scarce == Scarce::kBlocks ? 1.0 : static_cast<double>(f.saved_tokens);
   // Where a conversation went on, the next turn restores the later checkpoint; only a branch would come back here.
-  const double likely = f.below > 0 && f.hits <= 1 ? 0.1 : 1.0 + static_cast<double>(f.hits) * 0.5;
-  return saved_per_byte * likely / (8.0 + static_cast<double>(f.age));
+  const double likely = f.below > 0 && f.hits <= 1 ? 0.05 : 1.0 + static_cast<double>(f.hits) * 0.3;
+  // Pauses have a heavy tail, and the longer one lasts, the likelier is it that the conversation is over.
+  const double quiet = 8.0 + static_cast<double>(f.age);
+  return saved_per_freed * likely / (quiet * quiet);
 }
 
 PrefixCache::PrefixCache(const Options& options, BlockPool& blocks, BlockPool& slots)
@@ -172,11 +176,12 @@ void PrefixCache::evict(int32_t slot) {
   ++num_evicted_;
 }
 
-double PrefixCache::score(int32_t slot) const {
+double PrefixCache::score(int32_t slot, Scarce scarce) const {
   const Checkpoint& c = at(slot);
   const Node& node = node_at(c.node);
   const int64_t saved = node.tokens - (c.above < 0 ? 0 : node_at(at(c.above).node).tokens);
-  return options_.score({.key = node.key,
+  return options_.score({.scarce = scarce,
+                         .key = node.key,
                          .tokens = node.tokens,
                          .saved_tokens = saved,
                          .bytes = options_.slot_bytes + saved * options_.token_bytes,
@@ -212,7 +217,7 @@ bool PrefixCache::evict_for_block() {
   for (const int32_t slot : attached_) {
     const int32_t block = at(slot).node;
     if (node_at(block).below > 0 || blocks_.ref_count(block) > 1) continue;  // would free no block
-    const double value = score(slot);
+    const double value = score(slot, Scarce::kBlocks);
     if (lowest < 0 || value < limit) {
       limit = value;
       lowest = slot;

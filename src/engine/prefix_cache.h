@@ -27,8 +27,12 @@
 
 namespace moat {
 
+// What an eviction is for: a slot, or blocks.
+enum class Scarce : uint8_t { kSlots, kBlocks };
+
 // What is known of a checkpoint when one has to go.
 struct CheckpointFacts {
+  Scarce scarce = Scarce::kSlots;
   BlockKey key;              // of the prefix
   int64_t tokens = 0;        // of the prefix
   int64_t saved_tokens = 0;  // that would be computed again without it: to the checkpoint above
@@ -41,7 +45,8 @@ struct CheckpointFacts {
 // The lowest goes first. Called for every checkpoint each time one has to go.
 using EvictionScore = std::function<double(const CheckpointFacts&)>;
 
-// Tokens saved per byte, for how long it has been of no use and whether the conversation has moved on.
+// Tokens expected to be saved per slot or block that goes: by what it saves, whether the conversation has moved on from
+// it, and how long it has been of no use.
 double default_eviction_score(const CheckpointFacts& facts);
 
 class PrefixCache {
@@ -91,7 +96,7 @@ class PrefixCache {
   // What a new checkpoint at `tokens`, `saved` tokens after the one above, would score.
   double score_of_new(const BlockKey& key, int64_t tokens, int64_t saved) const;
   void note_eviction(double score) { inflation_ = std::max(inflation_, score); }
-  double score(int32_t slot) const;
+  double score(int32_t slot, Scarce scarce = Scarce::kSlots) const;
 
   void clear();  // evicts every checkpoint
 
