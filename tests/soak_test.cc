@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight clients at once against the real engine behind the real server, with requests of every kind and hang-ups at any
-// moment: nothing fails, nothing is lost, and everything that was held is free again afterwards.
+// Thirty-two clients at once against the real engine behind the real server, on little memory: requests of every kind,
+// conversations that send their history again with a little more, and hang-ups at any moment. Nothing fails, nothing is
+// lost, everything that was held is free again afterwards, and the process holds what the start-up table says.
 //
-// MOAT_SOAK_SECONDS (default 5) says how long; what happened is printed.
+// MOAT_SOAK_SECONDS (default 5) says how long; what happened is printed, resident memory every minute.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -22,7 +23,7 @@
 namespace moat {
 namespace {
 
-constexpr int kClients = 8;
+constexpr int kClients = 32;
 
 double soak_seconds() {
   const char* text = std::getenv("MOAT_SOAK_SECONDS");
@@ -43,9 +44,19 @@ class Rig {
     auto loaded = load_model(test::source_dir() + "/models/moat-nano", {}, pool_);
     EXPECT_TRUE(loaded.ok()) << loaded.status().message();
     loaded_ = std::move(loaded).value();
-    // Fewer sequences than clients can ask for at once, so that some wait.
-    auto parts = make_engine_parts(*loaded_, {.max_num_seqs = 6, .max_batched_tokens = 512, .max_queued = 256}, pool_);
+    // Fewer sequences than clients can ask for at once, so that some wait; fewer blocks than those can fill, so that
+    // prefixes are evicted and sequences preempted.
+    constexpr int64_t kMemory = 96'000'000;
+    auto parts = make_engine_parts(*loaded_,
+                                   {.max_num_seqs = 12,
+                                    .max_batched_tokens = 512,
+                                    .max_queued = 256,
+                                    .memory_bytes = kMemory,
+                                    .memory_fraction = 1},
+                                   pool_);
     EXPECT_TRUE(parts.ok()) << parts.status().message();
+    planned_bytes_ = parts->capacity.lines.back().bytes;
+    fmt::print("{}", parts->capacity.table());
     engine_ = std::make_unique<LocalEngine>(std::move(parts).value(), 256);
     ApiServer::Options options;
     options.model.name = "moat-nano";
@@ -58,6 +69,7 @@ class Rig {
 
   int port() const { return server_->port(); }
   EngineStats stats() const { return engine_->stats(); }
+  double planned_mib() const { return static_cast<double>(planned_bytes_) / (1 << 20); }
   bool idle() const {
     const EngineStats s = stats();
     return s.num_running + s.num_waiting + s.blocks_used + s.slots_used == 0;
@@ -65,6 +77,7 @@ class Rig {
 
  private:
   ThreadPool pool_;
+  int64_t planned_bytes_ = 0;
   std::unique_ptr<LoadedModel> loaded_;
   std::unique_ptr<LocalEngine> engine_;
   std::unique_ptr<ApiServer> server_;
@@ -83,7 +96,27 @@ std::string words(Rng& rng, int count) {
   return text;
 }
 
-Call random_call(Rng& rng) {
+// What one client has said so far; it sends all of it again with the next message, until it starts anew.
+struct Conversation {
+  Json messages = Json::array();
+  int turns = 0;
+};
+
+void add_turn(Rng& rng, Conversation& conversation, const std::string& text) {
+  static constexpr const char* kSystems[] = {"You are a castle guide.", "You answer in one sentence.", "You are kind."};
+  if (conversation.turns == 0 || conversation.turns > 8 || rng.below(8) == 0) {
+    conversation = {};
+    const std::string system = kSystems[rng.below(std::size(kSystems))];
+    conversation.messages.push_back(Json::object({{"role", "system"}, {"content", system + words(rng, 3)}}));
+  } else {
+    // What the client keeps of the reply: not always what was said.
+    conversation.messages.push_back(Json::object({{"role", "assistant"}, {"content", words(rng, 20)}}));
+  }
+  conversation.messages.push_back(Json::object({{"role", "user"}, {"content", text}}));
+  ++conversation.turns;
+}
+
+Call random_call(Rng& rng, Conversation& conversation) {
   Call call;
   const int length = rng.below(8) == 0 ? 200 + static_cast<int>(rng.below(1500)) : static_cast<int>(rng.below(40));
   Json body = Json::object({{"stream", true},
@@ -100,7 +133,12 @@ Call random_call(Rng& rng) {
     call.path = "/v1/chat/completions";
     std::string text = kQuestions[rng.below(std::size(kQuestions))];
     if (rng.below(2) == 0) text = words(rng, length) + ". " + text;
-    body.set("messages", user_messages(std::move(text)));
+    if (rng.below(3) > 0) {
+      add_turn(rng, conversation, text);
+      body.set("messages", conversation.messages);
+    } else {
+      body.set("messages", user_messages(std::move(text)));
+    }
     static constexpr const char* kEfforts[] = {"none", "low", "high", "max"};
     body.set("reasoning_effort", kEfforts[rng.below(std::size(kEfforts))]);
     if (rng.below(3) == 0) body.set("tools", weather_tools());
@@ -146,8 +184,8 @@ void read_to_the_end(RawClient& client, const Call& call, Totals& totals) {
 }
 
 // One request; two of five clients hang up, each in one of four ways.
-void run_request(int port, Rng& rng, Totals& totals) {
-  const Call call = random_call(rng);
+void run_request(int port, Rng& rng, Conversation& conversation, Totals& totals) {
+  const Call call = random_call(rng, conversation);
   RawClient client(port);
   ASSERT_TRUE(client.connected());
   ASSERT_TRUE(client.request("POST", call.path, call.body.dump()));
@@ -185,7 +223,7 @@ Json greedy_answer(int port) {
   return at(parsed(response.body), "choices");
 }
 
-TEST(Soak, EightClientsWithRandomHangUps) {
+TEST(Soak, ThirtyTwoClientsWithRandomHangUps) {
   set_log_level(LogLevel::kWarn);  // not a line a request
   const Rig rig;
   const Json before = greedy_answer(rig.port());
@@ -200,8 +238,16 @@ TEST(Soak, EightClientsWithRandomHangUps) {
   for (int c = 0; c < kClients; ++c) {
     clients.emplace_back([&, c] {
       Rng rng(static_cast<uint64_t>(c) + 1);
-      while (elapsed() < soak_seconds() && !::testing::Test::HasFailure()) run_request(rig.port(), rng, totals);
+      Conversation conversation;
+      while (elapsed() < soak_seconds() && !::testing::Test::HasFailure()) {
+        run_request(rig.port(), rng, conversation, totals);
+      }
     });
+  }
+  for (int minute = 1; minute * 60 < soak_seconds() && !::testing::Test::HasFailure(); ++minute) {
+    while (elapsed() < minute * 60) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    fmt::print("minute {}: resident {:.1f} MiB, {:+.2f} % of the start-up table\n", minute, resident_mib(),
+               100 * (resident_mib() / rig.planned_mib() - 1));
   }
   for (std::thread& client : clients) client.join();
   const double seconds = elapsed();
@@ -226,16 +272,24 @@ TEST(Soak, EightClientsWithRandomHangUps) {
   }
   EXPECT_EQ(greedy_answer(rig.port()), before);
 
+  EXPECT_GT(end.cached_tokens_total, 0);
+  EXPECT_NEAR(resident_mib() / rig.planned_mib(), 1.0, 0.1)
+      << "the start-up table says " << rig.planned_mib() << " MiB";
+
   const int64_t tokens = end.generated_tokens_total - at_start.generated_tokens_total;
   const int64_t prompt_tokens = end.prompt_tokens_total - at_start.prompt_tokens_total;
   fmt::print(
       "soak: {:.1f} s, {} clients: {} requests, {} read to the end, {} hung up; engine: {} choices finished, {} "
-      "cancelled, {} errors, {} preemptions; {} prompt tokens, {} generated ({} read to the end), {:.0f} generated "
-      "tokens/s; blocks used {}, slots used {}; resident memory {:.0f} -> {:.0f} MiB\n",
+      "cancelled, {} errors, {} preemptions; {} prompt tokens ({} restored), {} generated ({} read to the end), {:.0f} "
+      "generated "
+      "tokens/s; blocks used {}, slots used {}; resident memory {:.1f} -> {:.1f} MiB, start-up table {:.1f} "
+      "MiB\n",
       seconds, kClients, totals.requests.load(), totals.completed.load(), totals.cancelled.load(), finished,
       end.cancelled_total - at_start.cancelled_total, end.errors_total,
-      end.preemptions_total - at_start.preemptions_total, prompt_tokens, tokens, totals.tokens_read.load(),
-      static_cast<double>(tokens) / seconds, end.blocks_used, end.slots_used, memory_at_start, resident_mib());
+      end.preemptions_total - at_start.preemptions_total, prompt_tokens,
+      end.cached_tokens_total - at_start.cached_tokens_total, tokens, totals.tokens_read.load(),
+      static_cast<double>(tokens) / seconds, end.blocks_used, end.slots_used, memory_at_start, resident_mib(),
+      rig.planned_mib());
 }
 
 }  // namespace

@@ -10,8 +10,12 @@
 namespace moat {
 namespace {
 
-// A step that is full otherwise still takes a little of the first prompt in line, so that prompts end, too.
-constexpr int64_t kLeastPrefill = 16;
+// Time that prefill gets at least, as a share of what the step's decodes take: where those alone reach the limit, more
+// and longer streams must not keep prompts out for good.
+constexpr double kLeastPrefillShare = 1.0 / 3;
+
+// Where a piece ends if no multiple of kKdaChunk is within the budget.
+constexpr int64_t kSmallUnit = 16;
 
 int64_t round_down(int64_t value, int64_t unit) { return value / unit * unit; }
 
@@ -51,6 +55,7 @@ void Scheduler::add(SequenceId id, Request request, double now) {
   if (ledger_.caching()) {
     s.chain = ledger_.new_chain(s.request.cache_salt);
     s.chain.extend(s.tokens);
+    if (s.request.restore_prefix) ledger_.note_waiting(s.tokens, s.chain.keys());
   }
   MOAT_CHECK(sequences_.emplace(id, std::move(sequence)).second, "sequence id {} is not new", id);
   waiting_.emplace(s.rank, &s);
@@ -215,11 +220,11 @@ void Scheduler::spend(const Sequence& s, int64_t count, Budget& budget) const {
 // The largest part of `count` rows with which the step is still expected to end in time.
 int64_t Scheduler::rows_within_time(const Sequence& s, int64_t count, const Budget& budget,
                                     const StepCost& cost) const {
-  if (options_.max_step_seconds <= 0 || !cost.known()) return count;
+  if (budget.seconds_limit <= 0) return count;
   const auto is_in_time = [&](int64_t rows) {
     Budget with = budget;
     spend(s, rows, with);
-    return cost.seconds(with.rows, with.decode_pairs, with.prefill_pairs) <= options_.max_step_seconds;
+    return cost.seconds(with.rows, with.decode_pairs, with.prefill_pairs) <= budget.seconds_limit;
   };
   if (is_in_time(count)) return count;
   int64_t fits = 0;
@@ -238,13 +243,13 @@ int64_t Scheduler::piece(const Sequence& s, const Budget& budget, const StepCost
   int64_t rows = std::min(whole, budget.rows_left);
   if (rows <= 0) return 0;
   rows = rows_within_time(s, rows, budget, cost);
-  if (rows < std::min(whole, kLeastPrefill)) {
+  if (rows == 0) {
     if (budget.has_prefill) return 0;
-    rows = std::min({whole, kLeastPrefill, budget.rows_left});
+    rows = 1;  // a step without time to spare still takes a row of the first prompt in line, so that prompts end, too
   }
   if (rows == whole) return rows;
   const int64_t end = s.num_planned + rows;
-  for (const int64_t unit : {kKdaChunk, kLeastPrefill}) {
+  for (const int64_t unit : {kKdaChunk, kSmallUnit}) {
     if (round_down(end, unit) > s.num_planned) return round_down(end, unit) - s.num_planned;
   }
   return rows;
@@ -317,6 +322,10 @@ void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, dou
     if (!make_room(s)) break;  // it was the last in rank
     spend(s, 1, budget);
     append(s, 1);
+  }
+  if (options_.max_step_seconds > 0 && cost.known()) {
+    const double decodes = cost.seconds(budget.rows, budget.decode_pairs, 0);
+    budget.seconds_limit = std::max(options_.max_step_seconds, decodes * (1 + kLeastPrefillShare));
   }
   const auto give = [&](Sequence& s, int64_t count) {
     spend(s, count, budget);

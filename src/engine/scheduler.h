@@ -55,7 +55,7 @@ struct SchedulerOptions {
   int64_t max_batched_tokens = 2048;  // a step
   int64_t max_model_len = 0;          // prompt + generated tokens of one sequence
   int32_t eos_token_id = -1;
-  double max_step_seconds = 0;         // expected; 0: no limit. Decodes and a little prefill always run
+  double max_step_seconds = 0;         // expected; 0: no limit. Decodes always run, and some prefill beside them
   double seconds_per_priority = 30;    // of waiting that make up for one level of priority
   int64_t checkpoint_interval = 4096;  // tokens; 0: none inside a prompt
   int64_t checkpoint_gap = 256;        // tokens that two checkpoints of one prompt are apart at least
@@ -135,6 +135,7 @@ class Scheduler {
     int64_t rows_left = 0;
     int64_t rows = 0;
     double decode_pairs = 0, prefill_pairs = 0;
+    double seconds_limit = 0;  // expected, of the whole step; 0: none
     bool has_prefill = false;
   };
 

@@ -88,7 +88,7 @@ struct BenchCacheOptions {
   int64_t prompt = 8'000;    // tokens of the prompt that arrives among decoding streams
   int64_t streams = 16;
   int64_t stream_context = 512;  // prompt tokens of each stream
-  double step_ratio = 1.6;       // step limit, in decode steps
+  double step_ratio = 1.5;       // step limit, in decode steps
 };
 Status bench_cache_command(const BenchCacheOptions& options);
 
