@@ -221,5 +221,40 @@ TEST(PrefixReplay, DefaultScoreBeatsTheBooks) {
   }
 }
 
+// A request in the queue is known future: what came after its checkpoint goes first.
+TEST(PrefixReplay, WaitingRequestsKeepTheirPrefixes) {
+  Scheduler scheduler({.max_num_seqs = 1, .max_model_len = 2 * kBlockSize},
+                      {.block_size = kBlockSize, .num_blocks = 20, .num_slots = 4}, {.score = lru});
+  std::map<SequenceId, int32_t> restored;
+  const auto add = [&](SequenceId id, int32_t text) {
+    Request request;
+    request.prompt_ids.assign(static_cast<size_t>(kBlockSize + 1), text);
+    request.sampling.max_tokens = 1;
+    scheduler.add(id, std::move(request));
+  };
+  const auto run = [&] {
+    while (!scheduler.idle()) {
+      StepPlan plan;
+      std::vector<SequenceEvent> events;
+      scheduler.schedule(plan, events);
+      StepResult result;
+      if (plan.wants_token.at(0)) result.rows.emplace_back().sequence = plan.sequences[0];
+      scheduler.advance(plan, result, events);
+      for (const SequenceEvent& e : events) restored[e.sequence] = e.event.num_cached_tokens;
+    }
+  };
+  for (const int32_t text : {1, 2, 3}) {  // one checkpoint each: slots are out
+    add(static_cast<SequenceId>(text), text);
+    run();
+  }
+  add(4, 4);  // replaces one of them, while the next one waits
+  add(5, 1);
+  run();
+  EXPECT_EQ(restored.at(5), kBlockSize);
+  add(6, 2);
+  run();
+  EXPECT_EQ(restored.at(6), 0);
+}
+
 }  // namespace
 }  // namespace moat::test

@@ -26,11 +26,19 @@ KeyChain CacheLedger::new_chain(std::string_view salt) const {
   return KeyChain(root_key(options_.hash_seed, epoch_, salt), sizes_.block_size);
 }
 
-int64_t CacheLedger::restorable(std::span<const int32_t> ids, std::span<const BlockKey> keys) const {
-  if (!caching() || ids.empty()) return 0;
+// What can be restored of a sequence, whose last row is always computed.
+PrefixCache::Match CacheLedger::find_match(std::span<const int32_t> ids, std::span<const BlockKey> keys) const {
+  if (!caching() || ids.empty()) return {};
   const auto most = static_cast<size_t>((static_cast<int64_t>(ids.size()) - 1) / sizes_.block_size);
-  const PrefixCache::Match match = prefixes_.find(keys.first(std::min(most, keys.size())), ids);
-  return static_cast<int64_t>(match.blocks.size()) * sizes_.block_size;
+  return prefixes_.find(keys.first(std::min(most, keys.size())), ids);
+}
+
+int64_t CacheLedger::restorable(std::span<const int32_t> ids, std::span<const BlockKey> keys) const {
+  return static_cast<int64_t>(find_match(ids, keys).blocks.size()) * sizes_.block_size;
+}
+
+void CacheLedger::note_waiting(std::span<const int32_t> ids, std::span<const BlockKey> keys) {
+  if (const int32_t slot = find_match(ids, keys).slot; slot >= 0) prefixes_.note_wanted(slot);
 }
 
 CacheLedger::Lease CacheLedger::new_lease() {
@@ -66,11 +74,7 @@ std::optional<int32_t> CacheLedger::take_slot_for_state(int32_t restore_from) {
 }
 
 std::optional<CacheLedger::Admitted> CacheLedger::admit(const Admission& admission, std::vector<StateCopy>& restores) {
-  PrefixCache::Match match;
-  if (caching() && admission.restore && !admission.ids.empty()) {
-    const auto most = static_cast<size_t>((static_cast<int64_t>(admission.ids.size()) - 1) / sizes_.block_size);
-    match = prefixes_.find(admission.keys.first(std::min(most, admission.keys.size())), admission.ids);
-  }
+  PrefixCache::Match match = admission.restore ? find_match(admission.ids, admission.keys) : PrefixCache::Match{};
   for (const int32_t block : match.blocks) prefixes_.add_user(block);
   const int64_t wanted = blocks_for(static_cast<int64_t>(admission.ids.size()));
   const int64_t missing = wanted - static_cast<int64_t>(match.blocks.size());

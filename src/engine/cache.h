@@ -96,6 +96,9 @@ class CacheLedger {
   // Forgets all cached prefixes; chains made from now on share nothing with older ones.
   void flush();
 
+  // A request with these tokens waits from now on: what it would restore now is worth as much as if just restored.
+  void note_waiting(std::span<const int32_t> ids, std::span<const BlockKey> keys);
+
   // Tokens that admit() would restore.
   int64_t restorable(std::span<const int32_t> ids, std::span<const BlockKey> keys) const;
 
@@ -142,6 +145,7 @@ class CacheLedger {
   };
 
   Holding& at(Lease lease) { return leases_[static_cast<size_t>(lease)]; }
+  PrefixCache::Match find_match(std::span<const int32_t> ids, std::span<const BlockKey> keys) const;
   bool make_free_blocks(int64_t count);
   std::optional<int32_t> take_slot_for_state(int32_t restore_from);
   std::optional<int32_t> take_slot_for_checkpoint(const BlockKey& key, int64_t tokens, int64_t saved, SaveKind kind);

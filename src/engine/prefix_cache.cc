@@ -64,10 +64,13 @@ bool PrefixCache::has_checkpoint(const BlockKey& key) const {
 }
 
 void PrefixCache::note_hit(int32_t slot) {
-  Checkpoint& c = at(slot);
-  ++c.hits;
-  c.last_use = clock_;
-  c.inflation = inflation_;
+  ++at(slot).hits;
+  note_wanted(slot);
+}
+
+void PrefixCache::note_wanted(int32_t slot) {
+  at(slot).last_use = clock_;
+  at(slot).inflation = inflation_;
 }
 
 int32_t PrefixCache::insert(const BlockKey& key, int32_t parent, std::span<const int32_t> ids, int32_t block) {

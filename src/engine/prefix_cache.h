@@ -38,9 +38,9 @@ struct CheckpointFacts {
   int64_t saved_tokens = 0;  // that would be computed again without it: to the checkpoint above
   int64_t bytes = 0;         // its state and the blocks of saved_tokens
   int64_t hits = 0;          // requests that restored it
-  int64_t age = 0;           // admissions since it was saved or restored last
+  int64_t age = 0;           // admissions since it was saved, restored or wanted last
   int64_t below = 0;         // checkpoints that continue it
-  double inflation = 0;      // score of the last victim when it was saved or restored last (GreedyDual's clock)
+  double inflation = 0;      // score of the last victim at that time (GreedyDual's clock)
 };
 // The lowest goes first. Called for every checkpoint each time one has to go.
 using EvictionScore = std::function<double(const CheckpointFacts&)>;
@@ -70,6 +70,8 @@ class PrefixCache {
 
   // A request restores this checkpoint: it counts as used now.
   void note_hit(int32_t slot);
+  // A request that waits is going to restore this checkpoint: it is not older than the request.
+  void note_wanted(int32_t slot);
   void tick() { ++clock_; }  // one admission
 
   // Puts the sequence's `block`, whose contents are complete, under `parent` (-1: first block). Returns the block that
