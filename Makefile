@@ -56,7 +56,7 @@ fuzz:
 	cmake --build --preset fuzz -j $(JOBS) --target scheduler_fuzz
 	mkdir -p build/fuzz/corpus
 	for i in 1 2 3 4 5 6 7 8; do head -c 8192 /dev/urandom > build/fuzz/corpus/start$$i; done
-	MOAT_FUZZ_STEPS=$(FUZZ_STEPS) build/fuzz/scheduler_fuzz -max_len=8192 -len_control=0 -rss_limit_mb=8192 build/fuzz/corpus
+	MOAT_FUZZ_STEPS=$(FUZZ_STEPS) build/fuzz/scheduler_fuzz -max_len=8192 -len_control=0 -rss_limit_mb=8192 -artifact_prefix=build/fuzz/ build/fuzz/corpus
 
 bench: build
 	build/release/moat bench ceilings

@@ -2,7 +2,6 @@
 #include "engine/prefix_cache.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "base/status.h"
 
@@ -102,6 +101,7 @@ void PrefixCache::remove_user(int32_t block) {
   blocks_.release(block);
   if (blocks_.ref_count(block) > 1) return;
   ++num_unused_;
+  if (node_at(block).checkpoint >= 0) offer(node_at(block).checkpoint, Scarce::kBlocks);
   trim(block);
 }
 
@@ -154,6 +154,10 @@ bool PrefixCache::attach(int32_t block, int32_t slot) {
       if (other != slot && at(other).above == at(slot).above) at(other).above = nearest_above(at(other).node);
     }
   }
+  for (const Scarce scarce : {Scarce::kSlots, Scarce::kBlocks}) {
+    offer(slot, scarce);
+    if (at(slot).above >= 0) offer(at(slot).above, scarce);  // it is continued now
+  }
   return true;
 }
 
@@ -167,10 +171,12 @@ void PrefixCache::detach(int32_t slot) {
   at(attached_.back()).index = c.index;
   attached_.pop_back();
   const int32_t block = c.node;
+  const int32_t above = c.above;
   c = {};
   node_at(block).checkpoint = -1;
   for (int32_t b = node_at(block).parent; b >= 0; b = node_at(b).parent) --node_at(b).below;
   trim(block);
+  if (above >= 0) offer(above, Scarce::kBlocks);  // its blocks may be free to go now
 }
 
 void PrefixCache::evict(int32_t slot) {
@@ -202,33 +208,62 @@ double PrefixCache::score_of_new(const BlockKey& key, int64_t tokens, int64_t sa
                          .inflation = inflation_});
 }
 
-std::optional<int32_t> PrefixCache::victim(double limit) const {
-  std::optional<int32_t> lowest;
-  for (const int32_t slot : attached_) {
-    const double value = score(slot);
-    if (value < limit) {
-      limit = value;
-      lowest = slot;
-    }
+// Whether evicting it frees what is scarce.
+bool PrefixCache::is_candidate(int32_t slot, Scarce scarce) const {
+  if (scarce == Scarce::kSlots) return true;
+  const int32_t block = at(slot).node;
+  return node_at(block).below == 0 && blocks_.ref_count(block) == 1;
+}
+
+// Puts the slot where its score belongs, if the list reaches that far. A list that is empty or of an earlier admission is
+// made anew when it is needed.
+void PrefixCache::offer(int32_t slot, Scarce scarce) {
+  std::vector<Candidate>& list = candidates_[scarce == Scarce::kBlocks];
+  if (list.empty() || list.front().clock != clock_ || !is_candidate(slot, scarce)) return;
+  const Candidate candidate{score(slot, scarce), slot, at(slot).serial, clock_};
+  if (candidate.is_before(list.front())) {
+    list.insert(std::upper_bound(list.begin(), list.end(), candidate,
+                                 [](const Candidate& a, const Candidate& b) { return b.is_before(a); }),
+                candidate);
   }
-  return lowest;
+}
+
+// The slot with the lowest score, -1: none. Scores are compared once for many evictions: the lowest are kept in order,
+// and what changes between two admissions is put in its place.
+int32_t PrefixCache::cheapest(Scarce scarce) {
+  std::vector<Candidate>& list = candidates_[scarce == Scarce::kBlocks];
+  while (!list.empty() && list.back().clock == clock_) {
+    const Candidate c = list.back();
+    const bool is_there = is_attached(c.slot) && at(c.slot).serial == c.serial && is_candidate(c.slot, scarce);
+    if (is_there && score(c.slot, scarce) == c.score) return c.slot;
+    list.pop_back();
+    if (is_there) offer(c.slot, scarce);
+  }
+  list.clear();
+  for (const int32_t slot : attached_) {
+    if (is_candidate(slot, scarce)) list.push_back({score(slot, scarce), slot, at(slot).serial, clock_});
+  }
+  if (list.empty()) return -1;
+  constexpr size_t kKept = 64;
+  const auto kept = static_cast<int64_t>(std::min(kKept, list.size()));
+  std::partial_sort(list.begin(), list.begin() + kept, list.end(),
+                    [](const Candidate& a, const Candidate& b) { return a.is_before(b); });
+  list.resize(static_cast<size_t>(kept));
+  std::reverse(list.begin(), list.end());
+  return list.back().slot;
+}
+
+std::optional<int32_t> PrefixCache::victim(double limit) {
+  const int32_t slot = cheapest(Scarce::kSlots);
+  if (slot < 0 || !(score(slot) < limit)) return std::nullopt;
+  return slot;
 }
 
 bool PrefixCache::evict_for_block() {
-  int32_t lowest = -1;
-  double limit = std::numeric_limits<double>::infinity();
-  for (const int32_t slot : attached_) {
-    const int32_t block = at(slot).node;
-    if (node_at(block).below > 0 || blocks_.ref_count(block) > 1) continue;  // would free no block
-    const double value = score(slot, Scarce::kBlocks);
-    if (lowest < 0 || value < limit) {
-      limit = value;
-      lowest = slot;
-    }
-  }
-  if (lowest < 0) return false;
-  note_eviction(limit);
-  evict(lowest);
+  const int32_t slot = cheapest(Scarce::kBlocks);
+  if (slot < 0) return false;
+  note_eviction(score(slot, Scarce::kBlocks));
+  evict(slot);
   return true;
 }
 

@@ -42,7 +42,7 @@ struct CheckpointFacts {
   int64_t below = 0;         // checkpoints that continue it
   double inflation = 0;      // score of the last victim at that time (GreedyDual's clock)
 };
-// The lowest goes first. Called for every checkpoint each time one has to go.
+// The lowest goes first.
 using EvictionScore = std::function<double(const CheckpointFacts&)>;
 
 // Tokens expected to be saved per slot or block that goes: by what it saves, whether the conversation has moved on from
@@ -94,7 +94,7 @@ class PrefixCache {
   // Evicts the checkpoint with the lowest score of those that free at least one block; false: there is none.
   bool evict_for_block();
   // The checkpoint with the lowest score, if it is below `limit`.
-  std::optional<int32_t> victim(double limit) const;
+  std::optional<int32_t> victim(double limit);
   // What a new checkpoint at `tokens`, `saved` tokens after the one above, would score.
   double score_of_new(const BlockKey& key, int64_t tokens, int64_t saved) const;
   void note_eviction(double score) { inflation_ = std::max(inflation_, score); }
@@ -141,6 +141,9 @@ class PrefixCache {
   std::span<int32_t> ids_of(int32_t block);
   std::span<const int32_t> ids_of(int32_t block) const;
   int32_t nearest_above(int32_t block) const;
+  bool is_candidate(int32_t slot, Scarce scarce) const;
+  void offer(int32_t slot, Scarce scarce);
+  int32_t cheapest(Scarce scarce);
   bool needed(int32_t block) const;
   void trim(int32_t block);
 
@@ -151,6 +154,14 @@ class PrefixCache {
   std::vector<int32_t> ids_;             // [blocks, block_size]
   std::vector<Checkpoint> checkpoints_;  // [slots]
   std::vector<int32_t> attached_;        // slots that are checkpoints
+  struct Candidate {
+    double score = 0;
+    int32_t slot = -1;
+    uint64_t serial = 0;
+    int64_t clock = 0;  // of the comparison
+    bool is_before(const Candidate& o) const { return score != o.score ? score < o.score : serial < o.serial; }
+  };
+  std::vector<Candidate> candidates_[2];  // [slots, blocks]; lowest score last
   std::unordered_map<BlockKey, int32_t, BlockKeyHash> index_;
   int64_t num_unused_ = 0;
   int64_t num_evicted_ = 0;
