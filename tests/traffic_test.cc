@@ -49,6 +49,7 @@ struct Size {
   int64_t block_size = 0;
   int32_t long_reply = 0;  // several blocks
   int64_t compared = 0;    // requests computed alone as well
+  bool preempts = false;   // pools so small that somebody has to go
 };
 
 Size wanted_size() {
@@ -62,7 +63,8 @@ Size wanted_size() {
          .num_seqs = full ? 24 : 12,
          .num_batched = full ? 2048 : 512,
          .block_size = full ? 64 : 16,
-         .long_reply = full ? 400 : 150};
+         .long_reply = full ? 400 : 150,
+         .preempts = !full};
   s.compared = env_or("MOAT_TRAFFIC_COMPARED", 1 << 30);
   return s;
 }
@@ -324,7 +326,7 @@ TEST_P(Traffic, EveryReplyIsThatOfTheRequestAlone) {
       stats.checkpoints_evicted_total, stats.cancelled_total, stats.errors_total);
   std::fflush(stdout);
   EXPECT_GT(stats.cached_tokens_total, 0);
-  EXPECT_GT(stats.preemptions_total, 0);
+  EXPECT_TRUE(stats.preemptions_total > 0 || !size_.preempts);
   EXPECT_GT(stats.checkpoints_evicted_total, 0);
   EXPECT_EQ(stats.errors_total, 0);
   EXPECT_EQ(stats.blocks_used + stats.slots_used, 0);

@@ -14,7 +14,8 @@ namespace {
 // and longer streams must not keep prompts out for good.
 constexpr double kLeastPrefillShare = 1.0 / 3;
 
-// Where a piece ends if no multiple of kKdaChunk is within the budget.
+// Where a piece in prefill form ends if no multiple of kKdaChunk is within the budget. One in decode form ends anywhere:
+// its rows do not depend on that.
 constexpr int64_t kSmallUnit = 16;
 
 int64_t round_down(int64_t value, int64_t unit) { return value / unit * unit; }
@@ -247,7 +248,7 @@ int64_t Scheduler::piece(const Sequence& s, const Budget& budget, const StepCost
     if (budget.has_prefill) return 0;
     rows = 1;  // a step without time to spare still takes a row of the first prompt in line, so that prompts end, too
   }
-  if (rows == whole) return rows;
+  if (rows == whole || in_decode_form(rows)) return rows;
   const int64_t end = s.num_planned + rows;
   for (const int64_t unit : {kKdaChunk, kSmallUnit}) {
     if (round_down(end, unit) > s.num_planned) return round_down(end, unit) - s.num_planned;

@@ -87,8 +87,8 @@ struct BenchCacheOptions {
   int64_t history = 16'000;  // tokens before the second turn; at most what the context allows
   int64_t prompt = 8'000;    // tokens of the prompt that arrives among decoding streams
   int64_t streams = 16;
-  int64_t stream_context = 512;  // prompt tokens of each stream
-  double step_ratio = 1.5;       // step limit, in decode steps
+  int64_t stream_context = 2048;  // prompt tokens of each stream
+  double step_ratio = 1.7;        // step limit, in decode steps
 };
 Status bench_cache_command(const BenchCacheOptions& options);
 

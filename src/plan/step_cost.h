@@ -25,7 +25,8 @@ struct StepCost {
 };
 
 // Brings a declared cost to what real steps take: one factor for each point of rows_seconds, because few rows and many
-// come close to their ceilings to different degrees. One thread.
+// come close to their ceilings to different degrees, and one for the pairs of either form. A step moves the factors of
+// what it consists of, each by its share of the step (normalised least mean squares). One thread.
 class StepCostTracker {
  public:
   StepCostTracker() = default;
@@ -33,15 +34,18 @@ class StepCostTracker {
 
   // A step of so many rows and pairs took `seconds`.
   void observe(int64_t rows, double decode_pairs, double prefill_pairs, double seconds);
-  // The declared cost with what was learnt; a point that was never near a step takes the factor of the nearest that was.
+  // The declared cost with what was learnt; what no step consisted of yet takes the factor of the nearest that did.
   const StepCost& current() const { return current_; }
 
  private:
+  double factor_near(size_t point) const;
   void rebuild();
 
   StepCost declared_;
   StepCost current_;
   std::vector<double> factors_;  // [points]; 0: not observed
+  double decode_factor_ = 0;
+  double prefill_factor_ = 0;
 };
 
 }  // namespace moat
