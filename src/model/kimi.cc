@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "ops/edit.h"
-#include "ops/kda.h"
+#include "ops/kda_verify.h"
 #include "ops/matmul.h"
 #include "ops/mla.h"
 #include "ops/moe.h"
@@ -25,15 +25,26 @@ struct LeafRange {
 };
 
 struct Leaves {
-  LeafRange decode, prefill;
+  LeafRange verify;   // drafts: states are only read
+  LeafRange step;     // the other sequences in decode form
+  LeafRange decode;   // both
+  LeafRange prefill;  // the rest
 };
 
-Leaves split_leaves(const Exec& exec, const ForwardInput& in) {
+Leaves split_leaves(const Exec& exec, const ForwardInput& in, const CacheView& caches) {
   const int64_t tokens = in.num_tokens();
   const int64_t seqs = in.num_seqs();
-  if (exec.mode() == ExecMode::kDry) return {{0, tokens, 0, seqs}, {0, tokens, 0, seqs}};
   const int64_t rows = in.num_decode_tokens();
-  return {{0, rows, 0, in.num_decode_seqs}, {rows, tokens, in.num_decode_seqs, seqs}};
+  const int64_t verify_rows = in.num_verify_tokens();
+  if (exec.mode() == ExecMode::kDry) {
+    const LeafRange all = {0, tokens, 0, seqs};
+    const int64_t records = caches.kda_records.is_set() ? caches.kda_records.dim(1) : 0;
+    return {{0, std::min(tokens, records), 0, records > 0 ? seqs : 0}, all, all, all};
+  }
+  return {{0, verify_rows, 0, in.num_verify_seqs},
+          {verify_rows, rows, in.num_verify_seqs, in.num_decode_seqs},
+          {0, rows, 0, in.num_decode_seqs},
+          {rows, tokens, in.num_decode_seqs, seqs}};
 }
 
 template <class T>
@@ -95,6 +106,12 @@ Tensor conv_tails(const Tensor& layer_tails, int64_t which) {
   return view;
 }
 
+// The records of one of q, k, v: [rows, W] inside [rows, 3, W].
+Tensor conv_record(const Tensor& layer_records, int64_t which) {
+  const int64_t width = layer_records.dim(2);
+  return layer_records.reshape({layer_records.dim(0), 3 * width}).cols(which * width, (which + 1) * width);
+}
+
 // KDA (k3.md 3.5): x [T, D] -> out [T, D], partial over ranks. `index` counts KDA layers.
 void kda_layer(const Context& c, const KdaWeights& w, int64_t index, const Tensor& x, const Tensor& out) {
   const int64_t tokens = x.dim(0);
@@ -103,7 +120,8 @@ void kda_layer(const Context& c, const KdaWeights& w, int64_t index, const Tenso
   const int64_t heads = width / dim;
   const Dims flat = {tokens, width};
   const Dims by_head = {tokens, heads, dim};
-  const LeafRange all = {0, tokens, 0, c.in.num_seqs()};
+  const LeafRange& verify = c.leaves.verify;
+  const LeafRange others = {verify.row_end, tokens, verify.seq_end, c.in.num_seqs()};
 
   // Projections, convolution, and the normalisation of q (with its scale) and k.
   struct Stream {
@@ -111,22 +129,30 @@ void kda_layer(const Context& c, const KdaWeights& w, int64_t index, const Tenso
     const Tensor& conv;
     const char* proj_site;
     const char* conv_site;
+    const char* verify_site;
   };
-  const Stream streams[3] = {{w.q_proj, w.q_conv, "kda.q_proj", "kda.q_conv"},
-                             {w.k_proj, w.k_conv, "kda.k_proj", "kda.k_conv"},
-                             {w.v_proj, w.v_conv, "kda.v_proj", "kda.v_conv"}};
+  const Stream streams[3] = {{w.q_proj, w.q_conv, "kda.q_proj", "kda.q_conv", "kda.q_conv_verify"},
+                             {w.k_proj, w.k_conv, "kda.k_proj", "kda.k_conv", "kda.k_conv_verify"},
+                             {w.v_proj, w.v_conv, "kda.v_proj", "kda.v_conv", "kda.v_conv_verify"}};
   const Tensor tails = c.caches.kda_conv.at(index);
   Tensor qkv[3];
   const Tensor raw = c.alloc(flat);  // [T, W], one projection at a time
   for (int i = 0; i < 3; ++i) {
     qkv[i] = c.alloc(by_head);
     matmul(c.exec, streams[i].proj_site, {.out = raw, .x = x, .weight = streams[i].proj});
-    short_conv(c.exec, streams[i].conv_site,
-               {.out = qkv[i].reshape(flat),
-                .x = raw,
-                .weight = streams[i].conv,
-                .tails = conv_tails(tails, i),
-                .seqs = state_sequences(c.in, all)});
+    const auto conv_args = [&](const LeafRange& r) {
+      return ShortConvArgs{.out = qkv[i].reshape(flat).rows(r.row_begin, r.row_end),
+                           .x = raw.rows(r.row_begin, r.row_end),
+                           .weight = streams[i].conv,
+                           .tails = conv_tails(tails, i),
+                           .seqs = state_sequences(c.in, r)};
+    };
+    if (verify.row_end > 0) {
+      ShortConvArgs args = conv_args(verify);
+      args.record = conv_record(c.caches.conv_records.at(index), i).rows(0, verify.row_end);
+      short_conv(c.exec, streams[i].verify_site, args);
+    }
+    short_conv(c.exec, streams[i].conv_site, conv_args(c.exec.mode() == ExecMode::kDry ? c.leaves.step : others));
   }
   const auto& [q, k, v] = qkv;
   l2_norm(c.exec, "kda.q_norm", {.x = q, .eps = 1e-6F, .scale = 1.0F / std::sqrt(static_cast<float>(dim))});
@@ -146,7 +172,7 @@ void kda_layer(const Context& c, const KdaWeights& w, int64_t index, const Tenso
   const Tensor beta = c.alloc({tokens, heads});
   matmul(c.exec, "kda.b_proj", {.out = beta, .x = x, .weight = w.b_proj});
 
-  // The delta rule: recurrent for decode rows, chunked for long runs.
+  // The delta rule: recurrent for decode rows, with the state left alone under drafts, and chunked for long runs.
   const Tensor o = c.alloc(by_head);
   const Tensor states = c.caches.kda_state.at(index);  // [slots, H, head_dim, head_dim]
   const auto leaf_args = [&](const LeafRange& r) {
@@ -159,7 +185,11 @@ void kda_layer(const Context& c, const KdaWeights& w, int64_t index, const Tenso
                    .states = states,
                    .seqs = state_sequences(c.in, r)};
   };
-  kda_recurrent(c.exec, "kda.recurrent", leaf_args(c.leaves.decode));
+  if (verify.row_end > 0) {
+    const Tensor records = c.caches.kda_records.at(index).rows(0, verify.row_end);
+    kda_verify(c.exec, "kda.verify", {.rows = leaf_args(verify), .records = records});
+  }
+  kda_recurrent(c.exec, "kda.recurrent", leaf_args(c.leaves.step));
   kda_chunked(c.exec, "kda.chunked", leaf_args(c.leaves.prefill));
 
   // Output norm, then the gate, then the projection.
@@ -320,6 +350,14 @@ void moe_layer(const Context& c, const MoeWeights& w, int64_t layer, const Tenso
   add(c.exec, "moe.add_shared", {.x = out, .y = shared});
 }
 
+// [T, D] as [T, 1, D], for copy.
+Tensor one_head(const Tensor& x) {
+  Tensor view = x;
+  view.dims = {x.dim(0), 1, x.dim(1)};
+  view.strides = {x.strides[0], x.dim(1), 1};
+  return view;
+}
+
 // The residual stream. With AttnRes (k3.md 3.3) `stream` is the running sum of the current block and lives in the slab
 // right after the finished blocks, so that finishing a block only moves the boundary; without, it is the ordinary sum.
 class ResidualStream {
@@ -375,7 +413,7 @@ class ResidualStream {
 }  // namespace
 
 ForwardOutput KimiModel::forward(Exec& exec, const ForwardInput& input, const CacheView& caches) const {
-  const Context c{exec, config_, input, caches, split_leaves(exec, input), probe_};
+  const Context c{exec, config_, input, caches, split_leaves(exec, input, caches), probe_};
   const int64_t tokens = input.num_tokens();
   const int64_t hidden = config_.hidden_size;
   const int64_t logit_rows = static_cast<int64_t>(input.logits_rows.size());
@@ -384,13 +422,19 @@ ForwardOutput KimiModel::forward(Exec& exec, const ForwardInput& input, const Ca
   ForwardOutput output;
   output.logits = c.alloc({logit_rows, config_.vocab_size});
   if (!input.tap_layers.empty()) {
-    MOAT_CHECK(attn_res, "taps are AttnRes mixtures");
-    output.taps = c.alloc({static_cast<int64_t>(input.tap_layers.size()), tokens, hidden});
+    output.taps = c.alloc({tokens, static_cast<int64_t>(input.tap_layers.size()) * hidden});
   }
-  // The mixture after `layer` goes straight to its tap, if it is tapped.
-  const auto mixture_buffer = [&](int64_t layer, const Tensor& scratch) {
+  // Where the tapped value after `layer` goes. [T, D]; absent if it is not tapped
+  const auto tap_of = [&](int64_t layer) {
     const auto it = std::find(input.tap_layers.begin(), input.tap_layers.end(), static_cast<int32_t>(layer));
-    return it == input.tap_layers.end() ? scratch : output.taps.at(it - input.tap_layers.begin());
+    const int64_t first = (it - input.tap_layers.begin()) * hidden;
+    return it == input.tap_layers.end() ? Tensor() : output.taps.cols(first, first + hidden);
+  };
+  // The mixture after `layer` goes straight to its tap, if it is tapped.
+  const bool taps_mixtures = attn_res && input.tap_stream == TapStream::kAttnRes;
+  const auto mixture_buffer = [&](int64_t layer, const Tensor& scratch) {
+    const Tensor tap = taps_mixtures ? tap_of(layer) : Tensor();
+    return tap.is_set() ? tap : scratch;
   };
 
   const ArenaScope step_scope(exec.arena());
@@ -430,6 +474,9 @@ ForwardOutput KimiModel::forward(Exec& exec, const ForwardInput& input, const Ca
       exec.comm().all_reduce_sum(sublayer);
     }
     residual.add_output("add_ffn", sublayer);
+    if (const Tensor tap = tap_of(l); tap.is_set() && !taps_mixtures) {
+      copy(exec, "tap", {.out = one_head(tap), .x = one_head(residual.stream())});
+    }
     c.show("hidden", l, residual.stream());
   }
 
@@ -440,6 +487,12 @@ ForwardOutput KimiModel::forward(Exec& exec, const ForwardInput& input, const Ca
   rms_norm(exec, "norm", {.out = wanted, .x = wanted, .weight = weights_.norm, .eps = config_.rms_norm_eps});
   matmul(exec, "lm_head", {.out = output.logits, .x = wanted, .weight = weights_.lm_head});
   return output;
+}
+
+void KimiModel::commit(Exec& exec, const CommitInput& input, const CacheView& caches) const {
+  const CommitRanges ranges{.begins = input.begins, .ends = input.ends, .slots = input.slots};
+  kda_commit(exec, "kda.commit", {.states = caches.kda_state, .records = caches.kda_records, .ranges = ranges});
+  conv_commit(exec, "kda.conv_commit", {.tails = caches.kda_conv, .records = caches.conv_records, .ranges = ranges});
 }
 
 Status shape_weights(const ModelConfig& config, const CheckpointLayout& layout, const Parallel& parallel,

@@ -14,6 +14,7 @@ class KimiModel final : public Model {
 
   const ModelConfig& config() const override { return config_; }
   ForwardOutput forward(Exec& exec, const ForwardInput& input, const CacheView& caches) const override;
+  void commit(Exec& exec, const CommitInput& input, const CacheView& caches) const override;
 
   // Shows intermediate values to a test: "hidden" (the stream: embeddings, then after each layer), "mix"
   // (attention-side mixture of each layer, the output mixture last), "expert_ids", "expert_weights".

@@ -2,6 +2,7 @@
 // The list of every op: one line an op, families in alphabetical order.
 #include "ops/edit.h"
 #include "ops/kda.h"
+#include "ops/kda_verify.h"
 #include "ops/matmul.h"
 #include "ops/mla.h"
 #include "ops/moe.h"
@@ -21,6 +22,9 @@ std::span<const AnyOp* const> all_ops() {
   static const TypedOp kda_gate(kKdaGate);
   static const TypedOp kda_recurrent(kKdaRecurrent);
   static const TypedOp kda_chunked(kKdaChunked);
+  static const TypedOp kda_verify(kKdaVerify);
+  static const TypedOp kda_commit(kKdaCommit);
+  static const TypedOp conv_commit(kConvCommit);
   static const TypedOp matmul(kMatmul);
   static const TypedOp head_matmul(kHeadMatmul);
   static const TypedOp mla_kv_write(kMlaKvWrite);
@@ -46,11 +50,17 @@ std::span<const AnyOp* const> all_ops() {
   static const TypedOp argmax(kArgmax);
   static const TypedOp logprobs(kLogprobs);
   static const AnyOp* const ops[] = {
-      &copy,           &mask_logits, &apply_penalties, &bias_logits,    &short_conv,   &kda_gate,
-      &kda_recurrent,  &kda_chunked, &matmul,          &head_matmul,    &mla_kv_write, &mla_decode,
-      &mla_prefill,    &router_topk, &moe_dispatch,    &grouped_matmul, &moe_combine,  &rms_norm,
-      &gated_rms_norm, &l2_norm,     &attn_res_mix,    &embed,          &add,          &gated_act,
-      &sigmoid_gate,   &softmax,     &top_k_renorm,    &top_p_renorm,   &min_p_renorm, &draw,
+      &copy,           &mask_logits,  &apply_penalties,
+      &bias_logits,    &short_conv,   &kda_gate,
+      &kda_recurrent,  &kda_chunked,  &kda_verify,
+      &kda_commit,     &conv_commit,  &matmul,
+      &head_matmul,    &mla_kv_write, &mla_decode,
+      &mla_prefill,    &router_topk,  &moe_dispatch,
+      &grouped_matmul, &moe_combine,  &rms_norm,
+      &gated_rms_norm, &l2_norm,      &attn_res_mix,
+      &embed,          &add,          &gated_act,
+      &sigmoid_gate,   &softmax,      &top_k_renorm,
+      &top_p_renorm,   &min_p_renorm, &draw,
       &argmax,         &logprobs,
   };
   return ops;

@@ -3,14 +3,13 @@
 
 #include "core/shape.h"
 #include "ops/kda_kernels.h"
+#include "ops/kda_parts.h"
 #include "ops/op_parts.h"
 
 namespace moat {
-namespace {
 
 using Layout = ShapeMatcher::Layout;
 
-// In dry passes only the sizes of the arrays are there.
 bool rows_agree(const StateSequences& seqs, const Tensor& rows) {
   return rows.data == nullptr || seqs.num_rows() == rows.dim(0);
 }
@@ -20,7 +19,6 @@ bool sizes_agree(const StateSequences& seqs) {
          (seqs.cu_seqlens.size() == seqs.slots.size() + 1 || (seqs.slots.empty() && seqs.cu_seqlens.empty()));
 }
 
-// Everything after the first dimension is contiguous.
 bool slots_contiguous(const Tensor& tensor) {
   int64_t step = 1;
   for (int i = tensor.rank() - 1; i >= 1; --i) {
@@ -30,10 +28,6 @@ bool slots_contiguous(const Tensor& tensor) {
   return tensor.dims[0] <= 1 || tensor.strides[0] >= step;
 }
 
-// --- sequences of cases ---
-
-// Sequence lengths are len, 1, about len / 2, len + 1, ...; positions `first` apart, every third sequence starts at 0.
-// Slots are distinct and not in order, some stay unused, and the first row number is not 0.
 StateSequences build_sequences(const Case& c, CaseData& data) {
   std::vector<int32_t> cu = {3};
   std::vector<int32_t> slots;
@@ -50,7 +44,6 @@ StateSequences build_sequences(const Case& c, CaseData& data) {
   return {data.hold(std::move(cu)), data.hold(std::move(slots)), data.hold(std::move(firsts))};
 }
 
-// [seqs + 2, inner...] with slots `pad` elements apart. Slots of sequences that start at position 0 hold NaN.
 Tensor build_slots(const Case& c, CaseData& data, const char* name, const StateSequences& seqs, const Dims& dims) {
   const int64_t inner = dims.count() / std::max<int64_t>(dims[0], 1);
   const int64_t stride = inner + c["pad"];
@@ -64,11 +57,132 @@ Tensor build_slots(const Case& c, CaseData& data, const char* name, const StateS
   return slots;
 }
 
+void hide_nans(const Tensor& slots) {
+  const int64_t count = slots.dim(0) * slots.strides[0];
+  std::replace_if(
+      slots.f32(), slots.f32() + count, [](float x) { return std::isnan(x); }, 1e20F);
+}
+
+Status check_kda(const char* op, const KdaArgs& a) {
+  return ShapeMatcher(op)
+      .match("q", a.q, {DType::kF32}, {"rows", "heads", "dim"})
+      .match("k", a.k, {DType::kF32}, {"rows", "heads", "dim"})
+      .match("v", a.v, {DType::kF32}, {"rows", "heads", "dim"})
+      .match("g", a.g, {DType::kF32}, {"rows", "heads", "dim"})
+      .match("out", a.out, {DType::kF32}, {"rows", "heads", "dim"})
+      .match("beta_logits", a.beta_logits, {DType::kF32}, {"rows", "heads"})
+      .match("states", a.states, {DType::kF32}, {"slots", "heads", "dim", "dim"}, Layout::kRowStrided)
+      .expect(slots_contiguous(a.states), "contiguous states within a slot")
+      .expect(sizes_agree(a.seqs) && rows_agree(a.seqs, a.q), "sequences that cover the rows")
+      .status();
+}
+
+void kda_reference(const KdaArgs& a) {
+  const int64_t heads = a.q.dim(1);
+  const int64_t dim = a.q.dim(2);
+  std::vector<double> state(static_cast<size_t>(dim * dim));
+  for (int64_t task = 0; task < a.seqs.num_seqs() * heads; ++task) {
+    const StateSequence seq = state_sequence(a.seqs, task / heads);
+    const int64_t h = task % heads;
+    if (seq.begin == seq.end) continue;
+    float* stored = a.states.f32() + seq.slot * a.states.strides[0] + h * dim * dim;
+    for (size_t i = 0; i < state.size(); ++i) state[i] = seq.first == 0 ? 0.0 : stored[i];
+    for (int64_t t = seq.begin; t < seq.end; ++t) {
+      const int64_t at = (t * heads + h) * dim;
+      const double beta = sigmoid_f64(a.beta_logits.f32()[t * heads + h]);
+      std::vector<double> u(a.v.f32() + at, a.v.f32() + at + dim);
+      std::vector<double> out(static_cast<size_t>(dim));
+      for (int64_t d = 0; d < dim; ++d) {
+        const double decay = std::exp(static_cast<double>(a.g.f32()[at + d]));
+        for (int64_t j = 0; j < dim; ++j) {
+          double& s = state[static_cast<size_t>(d * dim + j)];
+          s *= decay;
+          u[static_cast<size_t>(j)] -= s * a.k.f32()[at + d];
+        }
+      }
+      for (int64_t d = 0; d < dim; ++d) {
+        for (int64_t j = 0; j < dim; ++j) {
+          double& s = state[static_cast<size_t>(d * dim + j)];
+          s += a.k.f32()[at + d] * beta * u[static_cast<size_t>(j)];
+          out[static_cast<size_t>(j)] += s * a.q.f32()[at + d];
+        }
+      }
+      for (int64_t j = 0; j < dim; ++j) a.out.f32()[at + j] = static_cast<float>(out[static_cast<size_t>(j)]);
+    }
+    for (size_t i = 0; i < state.size(); ++i) stored[i] = static_cast<float>(state[i]);
+  }
+}
+
+Case kda_case(int64_t heads, int64_t dim, int64_t seqs, int64_t len, int64_t first, int64_t decay) {
+  return {{{"heads", heads},
+           {"dim", dim},
+           {"seqs", seqs},
+           {"len", len},
+           {"first", first},
+           {"decay", decay},
+           {"pad", decay == 0 ? 0 : 48}}};
+}
+
+Case random_kda(uint64_t seed) {
+  Rng rng(seed);
+  const int64_t dims[] = {16, 32, 48, 64, 128, 1 + rng.below(70)};
+  return kda_case(1 + rng.below(4), dims[rng.below(6)], rng.below(5), 1 + rng.below(90), rng.below(2) * rng.below(200),
+                  rng.below(5));
+}
+
+namespace {
+
+Tensor build_decay(const Case& c, CaseData& data, const Dims& dims) {
+  switch (c["decay"]) {
+    case 0: return data.uniform(dims, -5.0, 0.0);
+    case 1: return data.uniform(dims, -5.0, -4.9);
+    case 2: return data.uniform(dims, -1e-3, 0.0);
+    case 3: return data.uniform(dims, -100.0, 0.0);
+    default: break;
+  }
+  const Tensor g = data.uniform(dims, -0.1, 0.0);
+  for (int64_t i = 0; i < g.count(); ++i) {
+    if (data.rng().below(4) == 0) g.f32()[i] = -1e4F;
+  }
+  return g;
+}
+
+void normalise_heads(const Tensor& x, double length) {
+  const int64_t dim = x.dim(2);
+  for (int64_t r = 0; r < x.dim(0) * x.dim(1); ++r) {
+    float* row = x.f32() + r * dim;
+    double sum = 1e-6;
+    for (int64_t i = 0; i < dim; ++i) sum += static_cast<double>(row[i]) * row[i];
+    for (int64_t i = 0; i < dim; ++i) row[i] = static_cast<float>(row[i] * length / std::sqrt(sum));
+  }
+}
+
+}  // namespace
+
+KdaArgs build_kda(const Case& c, CaseData& data) {
+  KdaArgs a;
+  a.seqs = build_sequences(c, data);
+  const Dims dims = {a.seqs.num_rows(), c["heads"], c["dim"]};
+  a.q = data.normal(dims);
+  a.k = data.normal(dims);
+  normalise_heads(a.q, 1.0 / std::sqrt(static_cast<double>(c["dim"])));
+  normalise_heads(a.k, 1.0);
+  a.v = data.normal(dims);
+  a.g = build_decay(c, data, dims);
+  a.beta_logits = data.normal({dims[0], dims[1]}, 2.0);
+  a.states = build_slots(c, data, "states", a.seqs, {c["seqs"] + 2, c["heads"], c["dim"], c["dim"]});
+  a.out = data.output("out", dims);
+  return a;
+}
+
+namespace {
+
 // --- short_conv ---
 
 Status check_short_conv(const ShortConvArgs& a) {
-  return ShapeMatcher("short_conv")
-      .match("x", a.x, {DType::kF32}, {"rows", "channels"}, Layout::kRowStrided)
+  ShapeMatcher m("short_conv");
+  if (a.record.is_set()) m.match("record", a.record, {DType::kF32}, {"rows", "channels"}, Layout::kRowStrided);
+  return m.match("x", a.x, {DType::kF32}, {"rows", "channels"}, Layout::kRowStrided)
       .match("out", a.out, {DType::kF32}, {"rows", "channels"}, Layout::kRowStrided)
       .match("weight", a.weight, {DType::kF32}, {"channels", 1, "W"})
       .expect(a.weight.rank() == 3 && a.weight.dim(2) >= 1 && a.weight.dim(2) <= 16, "a kernel width of 1 to 16")
@@ -87,7 +201,8 @@ std::string describe_short_conv(const ShortConvArgs& a) {
 Cost cost_short_conv(const ShortConvArgs& a) {
   const double tail = 4.0 * static_cast<double>((a.weight.dim(2) - 1) * a.x.dim(1));
   return {(2.0 * static_cast<double>(a.weight.dim(2)) + 5.0) * static_cast<double>(a.x.count()),
-          bytes_of(a.x) + bytes_of(a.out) + bytes_of(a.weight) + 2.0 * tail * static_cast<double>(a.seqs.num_seqs())};
+          bytes_of(a.x) + bytes_of(a.out) + bytes_of(a.weight) + bytes_of(a.record) +
+              (a.record.is_set() ? 1.0 : 2.0) * tail * static_cast<double>(a.seqs.num_seqs())};
 }
 
 void short_conv_reference(const ShortConvArgs& a) {
@@ -108,9 +223,10 @@ void short_conv_reference(const ShortConvArgs& a) {
         }
         a.out.row(seq.begin + t)[c] = static_cast<float>(sum * sigmoid_f64(sum));
       }
-      for (int64_t j = 0; j < width - 1; ++j) {
+      for (int64_t j = 0; j < width - 1 && !a.record.is_set(); ++j) {
         tail[j * channels + c] = inputs[static_cast<size_t>(seq.end - seq.begin + j)];
       }
+      for (int64_t t = seq.begin; t < seq.end && a.record.is_set(); ++t) a.record.row(t)[c] = a.x.row(t)[c];
     }
   }
 }
@@ -124,8 +240,15 @@ std::vector<Case> short_conv_cases() {
   };
   for (const auto& [channels, width, seqs, len, first] : shapes) {
     for (const int64_t pad : {0, 24}) {
-      cases.push_back(
-          {{{"channels", channels}, {"width", width}, {"seqs", seqs}, {"len", len}, {"first", first}, {"pad", pad}}});
+      for (int64_t record = 0; record < 2; ++record) {
+        cases.push_back({{{"channels", channels},
+                          {"width", width},
+                          {"seqs", seqs},
+                          {"len", len},
+                          {"first", first},
+                          {"pad", pad},
+                          {"record", record}}});
+      }
     }
   }
   return cases;
@@ -139,7 +262,8 @@ Case random_short_conv(uint64_t seed) {
            {"seqs", rng.below(6)},
            {"len", 1 + rng.below(12)},
            {"first", rng.below(3)},
-           {"pad", rng.below(5)}}};
+           {"pad", rng.below(5)},
+           {"record", rng.below(2)}}};
 }
 
 ShortConvArgs build_short_conv(const Case& c, CaseData& data) {
@@ -150,6 +274,9 @@ ShortConvArgs build_short_conv(const Case& c, CaseData& data) {
   a.weight = data.normal({c["channels"], 1, c["width"]}, 0.7);
   a.tails = build_slots(c, data, "tails", a.seqs, {c["seqs"] + 2, c["width"] - 1, c["channels"]});
   a.out = data.output("out", {rows, c["channels"]});
+  if (c["record"] == 0) return a;
+  a.record = in_out_cols(data, "record", rows, c["channels"], c["pad"]);
+  hide_nans(a.tails);
   return a;
 }
 
@@ -241,19 +368,6 @@ constexpr Kernel<KdaGateArgs> kKdaGateKernels[] = {
 
 // --- kda_recurrent, kda_chunked ---
 
-Status check_kda(const char* op, const KdaArgs& a) {
-  return ShapeMatcher(op)
-      .match("q", a.q, {DType::kF32}, {"rows", "heads", "dim"})
-      .match("k", a.k, {DType::kF32}, {"rows", "heads", "dim"})
-      .match("v", a.v, {DType::kF32}, {"rows", "heads", "dim"})
-      .match("g", a.g, {DType::kF32}, {"rows", "heads", "dim"})
-      .match("out", a.out, {DType::kF32}, {"rows", "heads", "dim"})
-      .match("beta_logits", a.beta_logits, {DType::kF32}, {"rows", "heads"})
-      .match("states", a.states, {DType::kF32}, {"slots", "heads", "dim", "dim"}, Layout::kRowStrided)
-      .expect(slots_contiguous(a.states), "contiguous states within a slot")
-      .expect(sizes_agree(a.seqs) && rows_agree(a.seqs, a.q), "sequences that cover the rows")
-      .status();
-}
 Status check_kda_recurrent(const KdaArgs& a) { return check_kda("kda_recurrent", a); }
 Status check_kda_chunked(const KdaArgs& a) { return check_kda("kda_chunked", a); }
 
@@ -273,53 +387,6 @@ Cost cost_kda_recurrent(const KdaArgs& a) {
 Cost cost_kda_chunked(const KdaArgs& a) {
   const double per_channel = 6.0 * static_cast<double>(a.q.dim(2)) + 4.0 * kKdaChunk;
   return {per_channel * static_cast<double>(a.q.count()), kda_bytes(a)};
-}
-
-void kda_reference(const KdaArgs& a) {
-  const int64_t heads = a.q.dim(1);
-  const int64_t dim = a.q.dim(2);
-  std::vector<double> state(static_cast<size_t>(dim * dim));
-  for (int64_t task = 0; task < a.seqs.num_seqs() * heads; ++task) {
-    const StateSequence seq = state_sequence(a.seqs, task / heads);
-    const int64_t h = task % heads;
-    if (seq.begin == seq.end) continue;
-    float* stored = a.states.f32() + seq.slot * a.states.strides[0] + h * dim * dim;
-    for (size_t i = 0; i < state.size(); ++i) state[i] = seq.first == 0 ? 0.0 : stored[i];
-    for (int64_t t = seq.begin; t < seq.end; ++t) {
-      const int64_t at = (t * heads + h) * dim;
-      const double beta = sigmoid_f64(a.beta_logits.f32()[t * heads + h]);
-      std::vector<double> u(a.v.f32() + at, a.v.f32() + at + dim);
-      std::vector<double> out(static_cast<size_t>(dim));
-      for (int64_t d = 0; d < dim; ++d) {
-        const double decay = std::exp(static_cast<double>(a.g.f32()[at + d]));
-        for (int64_t j = 0; j < dim; ++j) {
-          double& s = state[static_cast<size_t>(d * dim + j)];
-          s *= decay;
-          u[static_cast<size_t>(j)] -= s * a.k.f32()[at + d];
-        }
-      }
-      for (int64_t d = 0; d < dim; ++d) {
-        for (int64_t j = 0; j < dim; ++j) {
-          double& s = state[static_cast<size_t>(d * dim + j)];
-          s += a.k.f32()[at + d] * beta * u[static_cast<size_t>(j)];
-          out[static_cast<size_t>(j)] += s * a.q.f32()[at + d];
-        }
-      }
-      for (int64_t j = 0; j < dim; ++j) a.out.f32()[at + j] = static_cast<float>(out[static_cast<size_t>(j)]);
-    }
-    for (size_t i = 0; i < state.size(); ++i) stored[i] = static_cast<float>(state[i]);
-  }
-}
-
-// decay 0: as K3 gives, in (-5, 0); 1: near -5; 2: near 0; 3: down to -100 (Kimi-Linear); 4: a mixture of 0 and -1e4.
-Case kda_case(int64_t heads, int64_t dim, int64_t seqs, int64_t len, int64_t first, int64_t decay) {
-  return {{{"heads", heads},
-           {"dim", dim},
-           {"seqs", seqs},
-           {"len", len},
-           {"first", first},
-           {"decay", decay},
-           {"pad", decay == 0 ? 0 : 48}}};
 }
 
 std::vector<Case> kda_recurrent_cases() {
@@ -348,54 +415,6 @@ std::vector<Case> kda_chunked_cases() {
     cases.push_back(kda_case(2, 33, 2, 65, 5, decay));
   }
   return cases;
-}
-
-Case random_kda(uint64_t seed) {
-  Rng rng(seed);
-  const int64_t dims[] = {16, 32, 48, 64, 128, 1 + rng.below(70)};
-  return kda_case(1 + rng.below(4), dims[rng.below(6)], rng.below(5), 1 + rng.below(90), rng.below(2) * rng.below(200),
-                  rng.below(5));
-}
-
-Tensor build_decay(const Case& c, CaseData& data, const Dims& dims) {
-  switch (c["decay"]) {
-    case 0: return data.uniform(dims, -5.0, 0.0);
-    case 1: return data.uniform(dims, -5.0, -4.9);
-    case 2: return data.uniform(dims, -1e-3, 0.0);
-    case 3: return data.uniform(dims, -100.0, 0.0);
-    default: break;
-  }
-  const Tensor g = data.uniform(dims, -0.1, 0.0);
-  for (int64_t i = 0; i < g.count(); ++i) {
-    if (data.rng().below(4) == 0) g.f32()[i] = -1e4F;
-  }
-  return g;
-}
-
-void normalise_heads(const Tensor& x, double length) {
-  const int64_t dim = x.dim(2);
-  for (int64_t r = 0; r < x.dim(0) * x.dim(1); ++r) {
-    float* row = x.f32() + r * dim;
-    double sum = 1e-6;
-    for (int64_t i = 0; i < dim; ++i) sum += static_cast<double>(row[i]) * row[i];
-    for (int64_t i = 0; i < dim; ++i) row[i] = static_cast<float>(row[i] * length / std::sqrt(sum));
-  }
-}
-
-KdaArgs build_kda(const Case& c, CaseData& data) {
-  KdaArgs a;
-  a.seqs = build_sequences(c, data);
-  const Dims dims = {a.seqs.num_rows(), c["heads"], c["dim"]};
-  a.q = data.normal(dims);
-  a.k = data.normal(dims);
-  normalise_heads(a.q, 1.0 / std::sqrt(static_cast<double>(c["dim"])));
-  normalise_heads(a.k, 1.0);
-  a.v = data.normal(dims);
-  a.g = build_decay(c, data, dims);
-  a.beta_logits = data.normal({dims[0], dims[1]}, 2.0);
-  a.states = build_slots(c, data, "states", a.seqs, {c["seqs"] + 2, c["heads"], c["dim"], c["dim"]});
-  a.out = data.output("out", dims);
-  return a;
 }
 
 Reject whole_vectors(const KdaArgs& a, const Arch&) {

@@ -22,13 +22,15 @@ struct StateSequences {
 };
 
 // Causal depthwise convolution, then SiLU: out_t[c] = silu(sum_j weight[c, 0, j] * x_{t - W + 1 + j}[c]), inputs before the
-// first row from the tail; the tail becomes the last W - 1 inputs.
+// first row from the tail. The tail becomes the last W - 1 inputs, unless a record is given: then nobody knows yet which
+// rows will stay (drafts), the tail is only read, and the inputs are kept for conv_commit (kda_verify.h).
 struct ShortConvArgs {
   Tensor out;     // [rows, channels] f32; must not overlap x
   Tensor x;       // [rows, channels] f32, row-strided
   Tensor weight;  // [channels, 1, W] f32
   Tensor tails;   // [slots, W - 1, channels] f32, oldest first; may be strided in dim 0
   StateSequences seqs;
+  Tensor record;  // [rows, channels] f32, row-strided; absent: the tails advance
 };
 extern const Op<ShortConvArgs> kShortConv;
 inline void short_conv(Exec& exec, const char* site, const ShortConvArgs& args) { exec.call(site, kShortConv, args); }

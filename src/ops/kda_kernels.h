@@ -23,6 +23,11 @@ inline StateSequence state_sequence(const StateSequences& seqs, int64_t s) {
           seqs.first_positions[i]};
 }
 
+// The state of one slot and head. [dim, dim]
+inline float* state_of(const Tensor& states, int64_t slot, int64_t head) {
+  return states.f32() + slot * states.strides[0] + head * states.dim(2) * states.dim(3);
+}
+
 // Rows of a query tile of the chunked form: decays between rows are multiplied up from the start of the tile, so every
 // factor is at most 1 whatever the decay.
 constexpr int64_t kKdaTile = 16;
