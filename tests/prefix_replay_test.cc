@@ -88,7 +88,7 @@ class Replay {
       const SequenceId id = plan.sequences[i];
       StepResult::Row& row = result.rows.emplace_back();
       row.sequence = id;
-      row.token.token_id = trace_.turns[id].reply_ids[static_cast<size_t>(scheduler_.num_generated(id))];
+      row.tokens.emplace_back().token_id = trace_.turns[id].reply_ids[static_cast<size_t>(scheduler_.num_generated(id))];
     }
     scheduler_.advance(plan, result, events);
     for (const SequenceEvent& e : events) {
@@ -238,7 +238,7 @@ TEST(PrefixReplay, WaitingRequestsKeepTheirPrefixes) {
       std::vector<SequenceEvent> events;
       scheduler.schedule(plan, events);
       StepResult result;
-      if (plan.wants_token.at(0)) result.rows.emplace_back().sequence = plan.sequences[0];
+      if (plan.wants_token.at(0)) result.rows.push_back({.sequence = plan.sequences[0], .tokens = {{}}});
       scheduler.advance(plan, result, events);
       for (const SequenceEvent& e : events) restored[e.sequence] = e.event.num_cached_tokens;
     }

@@ -187,7 +187,13 @@ class Scenario {
       if (!plan.wants_token[s]) continue;
       const auto answer = answers_.find(id);
       const int32_t token = answer == answers_.end() ? 5 : answer->second;
-      result.rows.push_back({.sequence = id, .token = {.token_id = token}, .error = token < 0 ? "not finite" : ""});
+      StepResult::Row& row = result.rows.emplace_back();
+      row.sequence = id;
+      if (token < 0) {
+        row.error = "not finite";
+      } else {
+        row.tokens.push_back({.token_id = token});
+      }
     }
     answers_.clear();
     if (!plan.empty()) scheduler_->advance(plan, result, events);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random workloads for the scheduler, with a model of the caches' contents beside it: arrivals with shared prefixes and
-// follow-up turns, cancels, timeouts, priorities, n > 1, failing rows, flushes, plans made one step ahead. Every choice comes from a Source, so that a
+// follow-up turns, cancels, timeouts, priorities, n > 1, failing rows, flushes, drafts, plans made one step ahead. Every choice comes from a Source, so that a
 // seed or a fuzzer's bytes decide. Shared by scheduler_test and the fuzz target. A broken promise aborts with its
 // number:
 //   D1  every request ends exactly once, and nothing comes after its end.
@@ -14,6 +14,8 @@
 //   D8  prefixes are shared only within a salt and between two flushes (D3 and D4 see it: the model's contents differ).
 //   D9  a request whose time is over gets no further token once nothing of it is in flight.
 //   D10 cancel ends a request at the next schedule() at which nothing of it is in flight.
+//   D11 drafts come after the last token of a sequence alone, within the plan's room; the states take a row for each token
+//       that was kept, and none of the drafts that were not.
 #pragma once
 
 #include <cstdint>
@@ -109,8 +111,10 @@ class SchedulerWorkload {
     sizes_.num_slots = options_.max_num_seqs + source.below(10);
     ledger_ = {.prefix_cache = !source.one_in(8), .hash_seed = 7};
     lag_ = source.one_in(3) ? 1 : 0;
+    max_drafts_ = source.one_in(2) ? source.below(9) : 0;
     cost_ = {
         .rows_seconds = {{1, 0.001}, {100, 0.02}}, .seconds_per_decode_pair = 1e-5, .seconds_per_prefill_pair = 1e-6};
+    if (max_drafts_ > 0) sizes_.verify_rows = 1 + source.below(60);
     scheduler_.emplace(options_, sizes_, ledger_);
     rows_.assign(static_cast<size_t>(sizes_.num_blocks * sizes_.block_size), kPoison);
     states_.assign(static_cast<size_t>(sizes_.num_slots), kPoison);
@@ -223,6 +227,7 @@ class SchedulerWorkload {
     r.message_ends.push_back(static_cast<int32_t>(r.prompt_ids.size()));
     r.priority = static_cast<int32_t>(source_.below(3)) - 1;
     r.restore_prefix = !source_.one_in(10);
+    r.speculative = !source_.one_in(10);
     if (source_.one_in(5)) r.cache_salt = "tenant";
     if (source_.one_in(12)) r.timeout_seconds = 0.001 * static_cast<double>(1 + source_.below(400));
 
@@ -241,7 +246,8 @@ class SchedulerWorkload {
     now_ += 0.001;
     StepPlan plan;
     std::vector<SequenceEvent> events;
-    scheduler_->schedule(plan, events, now_, cost_);
+    const int64_t max_drafts = max_drafts_ > 0 && !source_.one_in(4) ? source_.below(max_drafts_ + 1) : 0;
+    scheduler_->schedule(plan, events, now_, cost_, max_drafts);
     take(events);
     for (auto it = clients_.find(live_first_); it != clients_.end(); ++it) {
       const auto& [id, client] = *it;
@@ -260,10 +266,26 @@ class SchedulerWorkload {
       const auto [done, result] = std::move(flying_.front());
       flying_.pop_front();
       for (const SequenceId id : done.sequences) --clients_.at(id).in_flight;
-      scheduler_->advance(done, result, events);
+      commit(scheduler_->advance(done, result, events));
       take(events);
     }
     scheduler_->check_invariants();
+  }
+
+  // The states take verified rows, around the checkpoints that fall among them.
+  void commit(const StateCommits& commits) {
+    const auto state = [&](int32_t slot) -> uint64_t& { return states_.at(static_cast<size_t>(slot)); };
+    for (const StateCommits::Entry& e : commits.entries) {
+      const std::vector<uint64_t>& records = records_.at(e.sequence);
+      MOAT_CHECK(state(e.slot) == records.at(0), "D3: request {} is not committed onto its own state", e.sequence);
+      MOAT_CHECK(0 <= e.rows_to_save && e.rows_to_save <= e.rows && e.rows < static_cast<int32_t>(records.size()),
+                 "D11: {} and {} rows of {}", e.rows_to_save, e.rows, records.size() - 1);
+      state(e.slot) = records[static_cast<size_t>(e.rows_to_save)];
+    }
+    for (const StateCopy& copy : commits.saves) state(copy.to) = state(copy.from);
+    for (const StateCommits::Entry& e : commits.entries) {
+      state(e.slot) = records_.at(e.sequence)[static_cast<size_t>(e.rows)];
+    }
   }
 
   // What the devices would do with a plan, on the model's contents.
@@ -305,14 +327,28 @@ class SchedulerWorkload {
         MOAT_CHECK(plan.token_ids.at(token) == client.tokens[p], "D2: token {} of request {}", p, plan.sequences[i]);
         row_of(p) = hashes[p + 1];
       }
-      state(plan.state_slots[i]) = hashes[first + count];
-      rows += static_cast<int64_t>(count);
+      MOAT_CHECK(plan.num_drafts[i] == 0 || (plan.wants_token[i] && plan.num_tokens[i] == 1),
+                 "D11: drafts of a prefill");
+      const auto drafts = static_cast<size_t>(source_.below(plan.num_drafts[i] + 1));
+      std::vector<uint64_t>& records = records_[plan.sequences[i]];
+      records = {hashes[first], hashes[first + count]};
+      std::vector<int32_t> drafted;
+      for (size_t d = 0; d < drafts; ++d) {
+        drafted.push_back(source_.one_in(60) ? kEos : static_cast<int32_t>(10 + source_.below(kVocab - 10)));
+        records.push_back(step_hash(records.back(), drafted.back()));
+        row_of(first + 1 + d) = records.back();
+      }
+      if (drafts == 0) state(plan.state_slots[i]) = hashes[first + count];
+      rows += static_cast<int64_t>(count) + plan.num_drafts[i];
       MOAT_CHECK(plan.wants_token[i] == (first + count == client.tokens.size()), "D2: wants_token");
       if (!plan.wants_token[i]) continue;
       StepResult::Row row{.sequence = plan.sequences[i]};
-      row.token.token_id = source_.one_in(300) ? kEos : static_cast<int32_t>(10 + source_.below(kVocab - 10));
+      row.num_drafts = static_cast<int32_t>(drafts);
+      drafted.resize(static_cast<size_t>(source_.below(static_cast<int64_t>(drafts) + 1)));  // accepted
+      drafted.push_back(source_.one_in(300) ? kEos : static_cast<int32_t>(10 + source_.below(kVocab - 10)));
+      for (const int32_t id : drafted) row.tokens.emplace_back().token_id = id;
       if (source_.one_in(600)) {
-        row.token.token_id = -1;
+        row.tokens.clear();
         row.error = "not finite";
       }
       result.rows.push_back(std::move(row));
@@ -351,9 +387,11 @@ class SchedulerWorkload {
   LedgerOptions ledger_;
   StepCost cost_;
   int64_t lag_ = 0;
+  int64_t max_drafts_ = 0;
   std::optional<Scheduler> scheduler_;
-  std::vector<uint64_t> rows_;    // [blocks * block_size], contents of the MLA cache
-  std::vector<uint64_t> states_;  // [slots]
+  std::vector<uint64_t> rows_;                           // [blocks * block_size], contents of the MLA cache
+  std::vector<uint64_t> states_;                         // [slots]
+  std::map<SequenceId, std::vector<uint64_t>> records_;  // states before and after each row of the last step
   std::vector<int32_t> documents_[3];
   std::vector<int32_t> last_prompt_;
   std::map<SequenceId, Client> clients_;

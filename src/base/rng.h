@@ -33,6 +33,10 @@ inline double random_uniform(uint64_t seed, uint64_t position, RandomPurpose pur
   return static_cast<double>(bits) * 0x1.0p-53;
 }
 
+// The counter of draft k < 64 of the round that begins at `position`. Rounds begin at distinct positions, so nothing is
+// drawn twice: a number that decided about a rejected draft must not decide about the next one at the same position.
+inline uint64_t draft_counter(uint64_t position, uint64_t k) { return position << 6 | k; }
+
 // A small sequential generator for tests and synthetic data: successive counters of one key.
 class Rng {
  public:

@@ -2,26 +2,63 @@
 #include "engine/batch.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace moat {
 
-const ForwardInput& Batch::build(const StepPlan& plan, int64_t block_size) {
+// The arrays of a plan with drafts, in the order of the batch.
+void Batch::gather(const StepPlan& plan, const StepDrafts& drafts) {
+  std::stable_partition(order_.begin(), order_.begin() + plan.num_decode_seqs,
+                        [&](int32_t s) { return drafts.counts[static_cast<size_t>(s)] > 0; });
+  std::vector<int64_t> first_token = {0}, first_draft = {0};  // of each sequence of the plan
+  for (size_t s = 0; s < plan.sequences.size(); ++s) {
+    first_token.push_back(first_token.back() + plan.num_tokens[s]);
+    first_draft.push_back(first_draft.back() + drafts.counts[s]);
+  }
+  token_ids_.clear();
+  first_positions_.clear();
+  slots_.clear();
+  block_tables_.clear();
+  for (const int32_t index : order_) {
+    const auto s = static_cast<size_t>(index);
+    const auto append = [](std::vector<int32_t>& to, const std::vector<int32_t>& from, int64_t begin, int64_t end) {
+      to.insert(to.end(), from.begin() + begin, from.begin() + end);
+    };
+    append(token_ids_, plan.token_ids, first_token[s], first_token[s + 1]);
+    append(token_ids_, drafts.ids, first_draft[s], first_draft[s + 1]);
+    first_positions_.push_back(plan.first_positions[s]);
+    slots_.push_back(plan.state_slots[s]);
+    append(block_tables_, plan.block_tables, index * plan.max_blocks, (index + 1) * plan.max_blocks);
+  }
+}
+
+const ForwardInput& Batch::build(const StepPlan& plan, int64_t block_size, const StepDrafts& drafts) {
   positions_.clear();
   slot_mapping_.clear();
   cu_seqlens_.assign(1, 0);
   context_lens_.clear();
   logits_rows_.clear();
-  for (size_t s = 0; s < plan.sequences.size(); ++s) {
-    const int32_t* table = plan.block_tables.data() + s * static_cast<size_t>(plan.max_blocks);
+  order_.resize(plan.sequences.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  const bool has_drafts = std::any_of(drafts.counts.begin(), drafts.counts.end(), [](int32_t n) { return n > 0; });
+  if (has_drafts) gather(plan, drafts);
+  int64_t num_verify_seqs = 0;
+  for (const int32_t index : order_) {
+    const auto s = static_cast<size_t>(index);
+    const int32_t* table = plan.block_tables.data() + index * plan.max_blocks;
     const int32_t first = plan.first_positions[s];
-    for (int32_t i = 0; i < plan.num_tokens[s]; ++i) {
+    const int32_t num_drafts = has_drafts ? drafts.counts[s] : 0;
+    const int32_t rows = plan.num_tokens[s] + num_drafts;
+    for (int32_t i = 0; i < rows; ++i) {
       const int64_t position = first + i;
       positions_.push_back(static_cast<int32_t>(position));
       slot_mapping_.push_back(table[position / block_size] * block_size + position % block_size);
     }
-    cu_seqlens_.push_back(cu_seqlens_.back() + plan.num_tokens[s]);
-    context_lens_.push_back(first + plan.num_tokens[s]);
-    if (plan.wants_token[s]) logits_rows_.push_back(cu_seqlens_.back() - 1);
+    cu_seqlens_.push_back(cu_seqlens_.back() + rows);
+    context_lens_.push_back(first + rows);
+    num_verify_seqs += num_drafts > 0;
+    if (!plan.wants_token[s]) continue;
+    for (int32_t r = 1 + num_drafts; r >= 1; --r) logits_rows_.push_back(cu_seqlens_.back() - r);
   }
   input_ = {.token_ids = plan.token_ids,
             .positions = positions_,
@@ -33,7 +70,14 @@ const ForwardInput& Batch::build(const StepPlan& plan, int64_t block_size) {
             .max_blocks = plan.max_blocks,
             .state_slots = plan.state_slots,
             .num_decode_seqs = plan.num_decode_seqs,
+            .num_verify_seqs = num_verify_seqs,
             .logits_rows = logits_rows_};
+  if (has_drafts) {
+    input_.token_ids = token_ids_;
+    input_.first_positions = first_positions_;
+    input_.block_tables = block_tables_;
+    input_.state_slots = slots_;
+  }
   return input_;
 }
 

@@ -5,15 +5,24 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/scheduler.h"
+#include "engine/step_plan.h"
 #include "model/forward.h"
 
 namespace moat {
 
+// Drafts that a step verifies, for the sequences of its plan.
+struct StepDrafts {
+  std::vector<int32_t> counts;  // [seqs]; empty: none
+  std::vector<int32_t> ids;     // of all sequences, one after the other
+};
+
 class Batch {
  public:
-  // The result views `plan` and this object; both must outlive its use.
-  const ForwardInput& build(const StepPlan& plan, int64_t block_size);
+  // The result views `plan` and this object; both must outlive its use. Sequences with drafts come first; the logits of
+  // their last 1 + drafts rows are wanted, of others that want a token the last row's.
+  const ForwardInput& build(const StepPlan& plan, int64_t block_size, const StepDrafts& drafts = {});
+  // The plan's sequences in the order of the batch.
+  std::span<const int32_t> order() const { return order_; }
 
   // A step of `tokens` rows at `context` tokens for dry passes: one sequence, every row's logits, sizes real, values
   // arbitrary.
@@ -31,6 +40,9 @@ class Batch {
  private:
   void set_dry(const std::vector<int64_t>& rows, int64_t cached, int64_t block_size);
 
+  void gather(const StepPlan& plan, const StepDrafts& drafts);
+
+  std::vector<int32_t> order_;
   std::vector<int32_t> token_ids_, positions_, cu_seqlens_, first_positions_, context_lens_, block_tables_, slots_,
       logits_rows_;
   std::vector<int64_t> slot_mapping_;

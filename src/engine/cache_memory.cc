@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/touch.h"
+#include "ops/kda_verify.h"
 
 namespace moat {
 
@@ -17,21 +18,39 @@ CacheView dry_cache_view(const ModelConfig& config, const CacheSizes& sizes) {
       {config.num_kda_layers(), sizes.num_slots, config.kda_num_heads, config.kda_head_dim, config.kda_head_dim});
   view.kda_conv = make_tensor(
       nullptr, DType::kF32, {config.num_kda_layers(), sizes.num_slots, 3, config.conv_kernel - 1, config.kda_width()});
+  if (sizes.verify_rows == 0) return view;
+  view.kda_records = make_tensor(
+      nullptr, DType::kF32,
+      {config.num_kda_layers(), sizes.verify_rows, config.kda_num_heads, kda_record_width(config.kda_head_dim)});
+  view.conv_records =
+      make_tensor(nullptr, DType::kF32, {config.num_kda_layers(), sizes.verify_rows, 3, config.kda_width()});
   return view;
 }
 
-CacheMemory::CacheMemory(const ModelConfig& config, const CacheSizes& sizes) : view_(dry_cache_view(config, sizes)) {
+Tensor dry_draft_rows(const CacheSizes& sizes) {
+  if (sizes.draft_row == 0) return {};
+  return make_tensor(nullptr, DType::kF32, {sizes.draft_layers, sizes.num_blocks * sizes.block_size, sizes.draft_row});
+}
+
+CacheMemory::CacheMemory(const ModelConfig& config, const CacheSizes& sizes)
+    : view_(dry_cache_view(config, sizes)), draft_rows_(dry_draft_rows(sizes)) {
   const auto fill = [](Buffer& buffer, Tensor& tensor) {
+    if (!tensor.is_set()) return;
     buffer = Buffer(static_cast<size_t>(storage_bytes(tensor.dtype, tensor.dims)));
     tensor.data = buffer.data();
   };
   fill(mla_, view_.mla);
   fill(state_, view_.kda_state);
   fill(conv_, view_.kda_conv);
+  fill(draft_, draft_rows_);
+  fill(kda_records_, view_.kda_records);
+  fill(conv_records_, view_.conv_records);
 }
 
 void CacheMemory::make_resident(ThreadPool& pool) {
-  for (const Buffer* buffer : {&mla_, &state_, &conv_}) touch(pool, buffer->bytes());
+  for (const Buffer* buffer : {&mla_, &state_, &conv_, &draft_, &kda_records_, &conv_records_}) {
+    touch(pool, buffer->bytes());
+  }
 }
 
 void CacheMemory::copy_states(std::span<const StateCopy> copies, ThreadPool& pool) {
@@ -48,6 +67,9 @@ void CacheMemory::copy_states(std::span<const StateCopy> copies, ThreadPool& poo
   }
 }
 
-int64_t CacheMemory::bytes() const { return static_cast<int64_t>(mla_.size() + state_.size() + conv_.size()); }
+int64_t CacheMemory::bytes() const {
+  return static_cast<int64_t>(mla_.size() + state_.size() + conv_.size() + draft_.size() + kda_records_.size() +
+                              conv_records_.size());
+}
 
 }  // namespace moat

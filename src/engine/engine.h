@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "engine/request.h"
@@ -38,6 +39,10 @@ struct EngineStats {
   int64_t timeouts_total = 0;
   int64_t preemptions_total = 0;
   int64_t checkpoints_saved_total = 0, checkpoints_restored_total = 0, checkpoints_evicted_total = 0;
+  int64_t draft_rounds_total = 0;    // steps of a sequence in which drafts were verified
+  int64_t drafted_tokens_total = 0;  // verified ones, and of them those that became part of a reply
+  int64_t accepted_tokens_total = 0;
+  std::vector<int64_t> drafted_at_total, accepted_at_total;  // [position in the round]
 };
 
 class Engine {

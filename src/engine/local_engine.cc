@@ -6,6 +6,8 @@
 
 #include "base/log.h"
 #include "core/ceilings.h"
+#include "engine/dspark_drafter.h"
+#include "engine/ngram_drafter.h"
 #include "engine/sampling_check.h"
 #include "engine/step_cost_fit.h"
 #include "plan/host_memory.h"
@@ -21,14 +23,51 @@ int64_t process_bytes(const LoadReport& report) {
          std::max<int64_t>(0, now.file_bytes - static_cast<int64_t>(report.bytes_mapped));
 }
 
-// (row, cached token) pairs of a plan: of its sequences in decode form, and of the others.
-std::pair<double, double> count_pairs(const StepPlan& plan) {
-  double pairs[2] = {0, 0};
+// Rows and (row, cached token) pairs of a step, drafts included.
+struct StepSize {
+  int64_t rows = 0, decode_rows = 0;
+  double decode_pairs = 0, prefill_pairs = 0;
+};
+StepSize size_of(const StepPlan& plan, const StepResult& result) {
+  StepSize size;
+  size_t next_row = 0;
   for (size_t s = 0; s < plan.sequences.size(); ++s) {
-    const double rows = plan.num_tokens[s];
-    pairs[static_cast<int64_t>(s) >= plan.num_decode_seqs] += rows * (plan.first_positions[s] + rows / 2);
+    const int64_t rows = plan.num_tokens[s] + (plan.wants_token[s] ? result.rows[next_row++].num_drafts : 0);
+    const double pairs = static_cast<double>(rows) * (plan.first_positions[s] + static_cast<double>(rows) / 2);
+    const bool decodes = static_cast<int64_t>(s) < plan.num_decode_seqs;
+    size.rows += rows;
+    size.decode_rows += decodes ? rows : 0;
+    (decodes ? size.decode_pairs : size.prefill_pairs) += pairs;
   }
-  return {pairs[0], pairs[1]};
+  return size;
+}
+
+// The drafter that the options ask for, over shapes, and what it adds to the caches.
+Status make_drafter(const LoadedModel& loaded, const EngineOptions& o, CacheSizes& sizes, EngineParts& parts) {
+  const int drafters = int{o.drafter != nullptr} + int{o.ngram_drafter} + int{o.custom_drafter != nullptr};
+  if (o.num_draft_tokens == 0 || drafters == 0) return {};
+  if (drafters > 1) return invalid_argument("{} drafters are given, expected one", drafters);
+  if (o.drafter != nullptr) {
+    MOAT_RETURN_IF_ERROR(check_against_target(o.drafter->config, loaded.config));
+    parts.draft_model = std::make_unique<DsparkModel>(o.drafter->config, o.drafter->weights, loaded.weights.embed,
+                                                      loaded.weights.lm_head);
+    sizes.draft_layers = o.drafter->config.num_layers;
+    sizes.draft_row = o.drafter->config.row_width();
+    parts.own_drafter = std::make_unique<DsparkDrafter>(*parts.draft_model, dry_draft_rows(sizes), sizes.block_size);
+  } else if (o.ngram_drafter) {
+    parts.own_drafter = std::make_unique<NgramDrafter>(
+        NgramOptions{.max_drafts = o.num_draft_tokens > 0 ? o.num_draft_tokens : NgramOptions().max_drafts});
+  }
+  parts.drafter = o.custom_drafter != nullptr ? o.custom_drafter : parts.own_drafter.get();
+  const int64_t most = parts.drafter->max_drafts();
+  if (o.num_draft_tokens > most) {
+    return invalid_argument("{} draft tokens a round are asked for, but the drafter gives at most {}",
+                            o.num_draft_tokens, most);
+  }
+  parts.draft_length = DraftLength(most, std::max<int64_t>(o.num_draft_tokens, 0),
+                                   o.drafter != nullptr && o.drafter->config.confidence_head);
+  sizes.verify_rows = std::min(o.max_num_seqs * (1 + most), o.max_batched_tokens);
+  return {};
 }
 
 }  // namespace
@@ -49,14 +88,21 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
                        .max_num_seqs = o.max_num_seqs,
                        .max_model_len = max_len};
   // The arena does not depend on the pools, so a first dry pass with the smallest pools gives its size.
-  const CacheSizes smallest{
+  CacheSizes smallest{
       .block_size = o.block_size, .num_blocks = (max_len + o.block_size - 1) / o.block_size, .num_slots = 1};
-  MOAT_ASSIGN(DryRun dry, dry_run(*parts.model, runner, smallest, pool));
+  MOAT_RETURN_IF_ERROR(make_drafter(loaded, o, smallest, parts));
+  MOAT_ASSIGN(DryRun dry, dry_run(*parts.model, runner, smallest, pool, parts.drafter));
+  const int64_t draft_bytes =
+      o.drafter == nullptr ? 0 : static_cast<int64_t>(o.drafter->report.bytes_mapped + o.drafter->report.bytes_owned);
   CapacityOptions capacity{.memory_bytes = o.memory_bytes > 0 ? o.memory_bytes : host_memory_bytes(),
                            .memory_fraction = o.memory_fraction,
                            .weight_bytes = static_cast<int64_t>(loaded.report.bytes_mapped + loaded.report.bytes_owned),
                            .arena_bytes = dry.arena_bytes,
-                           .process_bytes = process_bytes(loaded.report),
+                           .process_bytes = process_bytes(loaded.report) - draft_bytes,
+                           .draft_weight_bytes = draft_bytes,
+                           .draft_layers = smallest.draft_layers,
+                           .draft_row = smallest.draft_row,
+                           .verify_rows = smallest.verify_rows,
                            .block_size = o.block_size,
                            .max_model_len = max_len,
                            .max_num_seqs = o.max_num_seqs,
@@ -72,12 +118,16 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
   std::random_device entropy;
   parts.ledger_options = {.prefix_cache = o.prefix_cache,
                           .hash_seed = uint64_t{entropy()} << 32 | entropy(),
-                          .token_bytes = block_bytes(config, 1),
+                          .token_bytes = block_bytes(config, 1) + 4 * smallest.draft_layers * smallest.draft_row,
                           .slot_bytes = slot_bytes(config)};
   parts.caches = std::make_unique<CacheMemory>(config, parts.capacity.cache);
   parts.caches->make_resident(pool);
-  parts.runner = std::make_unique<Runner>(*parts.model, *parts.caches, pool, runner, std::move(dry));
-  if (o.max_step_seconds > 0) {
+  if (parts.draft_model != nullptr) {
+    parts.own_drafter = std::make_unique<DsparkDrafter>(*parts.draft_model, parts.caches->draft_rows(), o.block_size);
+    parts.drafter = parts.own_drafter.get();
+  }
+  parts.runner = std::make_unique<Runner>(*parts.model, *parts.caches, pool, runner, std::move(dry), parts.drafter);
+  if (o.max_step_seconds > 0 || parts.drafter != nullptr) {
     parts.step_cost =
         derive_step_cost(*parts.model, {.arch = runner.arch,
                                         .max_batched_tokens = o.max_batched_tokens,
@@ -95,11 +145,29 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
   return parts;
 }
 
+void Stepper::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now) {
+  const StepCost& cost = step_cost_.current();
+  const int64_t drafts = parts_.draft_length.max_drafts(scheduler_.num_running(), mean_context_, cost);
+  scheduler_.schedule(plan, events, now, cost, drafts);
+  if (drafts > 0) plan.drafting = parts_.draft_length.policy(plan, cost);
+}
+
+void Stepper::run(const StepPlan& plan, std::vector<SequenceEvent>& events) {
+  const double start = now_seconds();
+  const StepResult result = parts_.runner->run(plan, scheduler_);
+  parts_.runner->commit(scheduler_.advance(plan, result, events));
+  const StepSize size = size_of(plan, result);
+  const double seconds = now_seconds() - start - result.draft_seconds;
+  step_cost_.observe(size.rows, size.decode_pairs, size.prefill_pairs, seconds);
+  if (size.decode_rows > 0) mean_context_ = size.decode_pairs / static_cast<double>(size.decode_rows);
+  parts_.draft_length.observe(plan, result);
+}
+
 LocalEngine::LocalEngine(EngineParts parts, int64_t max_queued)
     : parts_(std::move(parts)),
       max_queued_(max_queued),
       scheduler_(parts_.scheduler_options, parts_.capacity.cache, parts_.ledger_options),
-      step_cost_(parts_.step_cost) {
+      stepper_(parts_, scheduler_) {
   stats_.blocks_total = parts_.capacity.cache.num_blocks;
   stats_.slots_total = parts_.capacity.cache.num_slots;
   thread_ = std::thread([this] { loop(); });
@@ -231,18 +299,14 @@ void LocalEngine::loop() {
   StepPlan plan;
   std::vector<SequenceEvent> events;
   while (take_inbox()) {
-    scheduler_.schedule(plan, events, now(), step_cost_.current());
+    stepper_.schedule(plan, events, now());
     publish(events);
     if (plan.empty()) {
       MOAT_CHECK(scheduler_.num_running() == 0, "nothing can go on: {}", scheduler_.describe());
       continue;
     }
     note_started(plan);
-    const double start = now();
-    const StepResult result = parts_.runner->run(plan, scheduler_);
-    const auto [decode_pairs, prefill_pairs] = count_pairs(plan);
-    step_cost_.observe(static_cast<int64_t>(plan.token_ids.size()), decode_pairs, prefill_pairs, now() - start);
-    scheduler_.advance(plan, result, events);
+    stepper_.run(plan, events);
     publish(events);
 #ifndef NDEBUG
     scheduler_.check_invariants();
@@ -278,7 +342,13 @@ void LocalEngine::take_stats(int64_t num_live) {
   stats_.checkpoints_saved_total = ledger.saved_total();
   stats_.checkpoints_restored_total = ledger.restored_total();
   stats_.checkpoints_evicted_total = ledger.evicted_total();
-  stats_.preemptions_total = scheduler_.stats().preemptions;
+  const SchedulerStats& scheduled = scheduler_.stats();
+  stats_.preemptions_total = scheduled.preemptions;
+  stats_.draft_rounds_total = scheduled.draft_rounds;
+  stats_.drafted_tokens_total = scheduled.drafted_tokens;
+  stats_.accepted_tokens_total = scheduled.accepted_tokens;
+  stats_.drafted_at_total = scheduled.drafted_at;
+  stats_.accepted_at_total = scheduled.accepted_at;
 }
 
 void LocalEngine::count(const TokenEvent& event) {

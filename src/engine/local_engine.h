@@ -13,9 +13,11 @@
 #include <vector>
 
 #include "base/thread_pool.h"
+#include "engine/draft_length.h"
 #include "engine/engine.h"
 #include "engine/runner.h"
 #include "engine/scheduler.h"
+#include "model/dspark.h"
 #include "model/kimi.h"
 #include "model/loader.h"
 #include "plan/capacity.h"
@@ -37,6 +39,12 @@ struct EngineOptions {
   bool deterministic = false;  // every row in the row-invariant form of the attention leaves: the same bits whatever
                                // was cached, batched or preempted
   bool reference = false;      // --backend reference
+  // Speculation: at most one of these drafts.
+  const LoadedDspark* drafter = nullptr;  // checked against the target; must outlive the engine's parts
+  bool ngram_drafter = false;
+  Drafter* custom_drafter = nullptr;  // of a test or a benchmark; must outlive the engine's parts
+  int64_t num_draft_tokens =
+      -1;  // a round: -1: as many as pay; 0: none; else always so many (at most what the drafter can)
 };
 
 // Everything between a loaded model and running steps, also used by `moat bench engine` and tests without the loop.
@@ -44,14 +52,37 @@ struct EngineParts {
   std::unique_ptr<KimiModel> model;
   SchedulerOptions scheduler_options;
   LedgerOptions ledger_options;
-  StepCost step_cost;  // declared; unknown without max_step_seconds
+  StepCost step_cost;  // declared; unknown where neither max_step_seconds nor a drafter asks for it
   Capacity capacity;
   std::unique_ptr<CacheMemory> caches;
+  std::unique_ptr<DsparkModel> draft_model;  // of a DSpark drafter
+  std::unique_ptr<Drafter> own_drafter;
+  Drafter* drafter = nullptr;  // null: no speculation
+  DraftLength draft_length;
   std::unique_ptr<Runner> runner;
   EngineInfo info;
 };
 // `loaded` and `pool` must outlive the parts.
 Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOptions& options, ThreadPool& pool);
+
+// The steps of a scheduler on a runner, with what is learnt from one for the next: what steps cost, and how many drafts
+// pay. One thread.
+class Stepper {
+ public:
+  // `parts` and `scheduler` must outlive it.
+  Stepper(EngineParts& parts, Scheduler& scheduler)
+      : parts_(parts), scheduler_(scheduler), step_cost_(parts.step_cost) {}
+
+  void schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now);
+  // Runs what schedule() planned, and appends what became known.
+  void run(const StepPlan& plan, std::vector<SequenceEvent>& events);
+
+ private:
+  EngineParts& parts_;
+  Scheduler& scheduler_;
+  StepCostTracker step_cost_;
+  double mean_context_ = 0;  // of the last step's rows in decode form
+};
 
 class LocalEngine final : public Engine {
  public:
@@ -96,7 +127,7 @@ class LocalEngine final : public Engine {
   const int64_t max_queued_;
   const Clock::time_point started_ = Clock::now();
   Scheduler scheduler_;                        // engine thread
-  StepCostTracker step_cost_;                  // engine thread
+  Stepper stepper_;                            // engine thread
   std::unordered_map<SequenceId, Live> live_;  // engine thread
 
   mutable std::mutex mutex_;

@@ -28,6 +28,7 @@ struct SamplingParams {
   float min_p = 0.0F;        // [0, 1]; keep probabilities >= min_p * largest; 0: off
   uint64_t seed =
       0;  // key of the counter-based generator; whoever builds the Request draws one if the client gave none
+  bool seeded = true;  // the client gave it: drafts are verified so that the tokens are those of decoding without them
   int32_t max_tokens = 0;          // > 0, already clamped to what the context leaves
   int32_t min_tokens = 0;          // stop ids are masked until this many tokens have come
   float presence_penalty = 0.0F;   // [-2, 2]; subtracted once from every token that has been generated
@@ -54,6 +55,7 @@ struct Request {
   std::string cache_salt;                  // requests with different salts never share cached prefixes
   bool restore_prefix = true;              // false: every prompt row is computed (prompt logprobs need them)
   double timeout_seconds = 0;              // from submit to the last token; 0: none
+  bool speculative = true;                 // may be drafted for
 };
 
 // Every request ends with exactly one of these.
@@ -92,8 +94,10 @@ struct TokenEvent {
   Status error;                // why, for kRejected and kError
   int32_t stop_token_id = -1;  // which id ended it; -1: none, or the constraint did
   int32_t num_prompt_tokens = 0;
-  int32_t num_cached_tokens = 0;  // of the prompt, restored instead of computed
-  RequestTimings timings;         // complete in the last event
+  int32_t num_cached_tokens = 0;    // of the prompt, restored instead of computed
+  int32_t num_drafted_tokens = 0;   // verified in this step
+  int32_t num_accepted_drafts = 0;  // of `tokens`, the first ones
+  RequestTimings timings;           // complete in the last event
 };
 
 }  // namespace moat

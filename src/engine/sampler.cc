@@ -2,6 +2,7 @@
 #include "engine/sampler.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/rng.h"
 #include "ops/edit.h"
@@ -19,7 +20,8 @@ bool wants_penalties(const SampleRow& row) {
 bool wants_bias(const SampleRow& row) { return !row.params->logit_bias.empty(); }
 
 bool wants_mask(const SampleRow& row) {
-  return row.constraint != nullptr || row.num_generated < row.params->min_tokens || !row.params->bad_words.empty();
+  return row.constraint != nullptr || row.allowed != nullptr || row.num_generated < row.params->min_tokens ||
+         !row.params->bad_words.empty();
 }
 
 std::span<const int32_t> generated(const SampleRow& row) {
@@ -96,8 +98,12 @@ void Sampler::apply_masks(Exec& exec, const Tensor& work, const RowList& list, s
   for (size_t i = 0; i < list.size() && !exec.dry(); ++i) {
     const SampleRow& row = rows[static_cast<size_t>(list[i])];
     uint32_t* bits = allowed.ptr<uint32_t>() + static_cast<int64_t>(i) * words;
-    std::fill(bits, bits + words, ~0U);
-    if (row.constraint != nullptr) row.constraint->mask({bits, static_cast<size_t>(words)});
+    if (row.allowed != nullptr) {
+      std::copy(row.allowed, row.allowed + words, bits);
+    } else {
+      std::fill(bits, bits + words, ~0U);
+      if (row.constraint != nullptr) row.constraint->mask({bits, static_cast<size_t>(words)});
+    }
     const auto forbid = [&](int32_t id) {
       if (id >= 0 && id < vocab_size_) bits[id / 32] &= ~(1U << (id % 32));
     };
@@ -115,19 +121,16 @@ Tensor Sampler::choose_greedy(Exec& exec, const Tensor& work) const {
   return ids;
 }
 
-// Temperature, top-k, top-p, min-p, then one draw a row. `work` becomes the distribution drawn from.
-Tensor Sampler::choose_sampled(Exec& exec, const Tensor& work, const RowList& list,
-                               std::span<const SampleRow> rows) const {
+// Temperature, top-k, top-p, min-p: `work` becomes the distributions to draw from.
+void Sampler::filter(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const {
   std::vector<float> temperature, top_p, min_p;
   std::vector<int32_t> top_k;
-  std::vector<double> uniform;
   for (const int32_t index : list) {
     const SampleRow& row = rows[static_cast<size_t>(index)];
     temperature.push_back(row.params->temperature);
     top_k.push_back(row.params->top_k > 0 ? row.params->top_k : static_cast<int32_t>(vocab_size_));
     top_p.push_back(row.params->top_p);
     min_p.push_back(row.params->min_p);
-    uniform.push_back(random_uniform(row.params->seed, static_cast<uint64_t>(row.position), RandomPurpose::kSample));
   }
   const auto any = [&](const auto& values, auto off) {
     return exec.dry() || std::any_of(values.begin(), values.end(), off);
@@ -139,6 +142,16 @@ Tensor Sampler::choose_sampled(Exec& exec, const Tensor& work, const RowList& li
   if (any(top_p, [](float p) { return p < 1.0F; })) top_p_renorm(exec, "sample.top_p", {.probs = work, .p = top_p});
   if (any(min_p, [](float p) { return p > 0.0F; })) {
     min_p_renorm(exec, "sample.min_p", {.probs = work, .min_p = min_p});
+  }
+}
+
+Tensor Sampler::choose_sampled(Exec& exec, const Tensor& work, const RowList& list,
+                               std::span<const SampleRow> rows) const {
+  filter(exec, work, list, rows);
+  std::vector<double> uniform;
+  for (const int32_t index : list) {
+    const SampleRow& row = rows[static_cast<size_t>(index)];
+    uniform.push_back(random_uniform(row.params->seed, static_cast<uint64_t>(row.position), RandomPurpose::kSample));
   }
   const Tensor ids = exec.arena().alloc(DType::kI32, {work.dim(0)});
   draw(exec, "sample.draw", {.ids = ids, .probs = work, .uniform = uniform});
@@ -182,38 +195,53 @@ void Sampler::add_logprobs(Exec& exec, const Tensor& logits, std::span<const Sam
   }
 }
 
-std::vector<SampledRow> Sampler::sample(Exec& exec, const Tensor& logits, std::span<const SampleRow> rows) const {
+// The listed rows after penalties, biases and masks, as a tensor of their own. [list, vocab]
+Tensor Sampler::edit(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows) const {
+  const Tensor work = gather(exec, logits, list);
+  const auto any = [&](bool (*wants)(const SampleRow&)) {
+    return std::any_of(list.begin(), list.end(), [&](int32_t i) { return wants(rows[static_cast<size_t>(i)]); });
+  };
+  if (any(wants_penalties)) penalize(exec, work, list, rows);
+  if (any(wants_bias)) bias(exec, work, list, rows);
+  if (any(wants_mask)) apply_masks(exec, work, list, rows);
+  return work;
+}
+
+// A token for each listed row.
+void Sampler::choose(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows,
+                     std::vector<SampledRow>& results) const {
   RowList groups[2][2];  // [sampled][masked]
-  for (size_t i = 0; i < rows.size(); ++i) {
-    groups[rows[i].params->temperature > 0.0F][wants_mask(rows[i])].push_back(static_cast<int32_t>(i));
+  for (const int32_t index : list) {
+    const SampleRow& row = rows[static_cast<size_t>(index)];
+    groups[row.params->temperature > 0.0F][wants_mask(row)].push_back(index);
   }
-  std::vector<SampledRow> results(rows.size());
   for (const bool sampled : {false, true}) {
     for (const bool masked : {false, true}) {
-      const RowList& list = groups[sampled][masked];
-      if (list.empty()) continue;
+      const RowList& group = groups[sampled][masked];
+      if (group.empty()) continue;
       const ArenaScope scope(exec.arena());
-      const Tensor work = gather(exec, logits, list);
-      const auto any = [&](bool (*wants)(const SampleRow&)) {
-        return std::any_of(list.begin(), list.end(), [&](int32_t i) { return wants(rows[static_cast<size_t>(i)]); });
-      };
-      if (any(wants_penalties)) penalize(exec, work, list, rows);
-      if (any(wants_bias)) bias(exec, work, list, rows);
-      if (masked) apply_masks(exec, work, list, rows);
-      const Tensor ids = sampled ? choose_sampled(exec, work, list, rows) : choose_greedy(exec, work);
-      for (size_t i = 0; i < list.size() && !exec.dry(); ++i) {
-        SampledRow& result = results[static_cast<size_t>(list[i])];
+      const Tensor work = edit(exec, logits, group, rows);
+      const Tensor ids = sampled ? choose_sampled(exec, work, group, rows) : choose_greedy(exec, work);
+      for (size_t i = 0; i < group.size() && !exec.dry(); ++i) {
+        SampledRow& result = results[static_cast<size_t>(group[i])];
         result.token.token_id = ids.i32()[i];
-        if (result.token.token_id < 0) result.error = "the model's output is not finite, or nothing may come next";
+        if (result.token.token_id < 0) result.error = kUnusableRow;
       }
     }
   }
+}
+
+std::vector<SampledRow> Sampler::sample(Exec& exec, const Tensor& logits, std::span<const SampleRow> rows) const {
+  std::vector<SampledRow> results(rows.size());
+  RowList all(rows.size());
+  std::iota(all.begin(), all.end(), 0);
+  choose(exec, logits, all, rows, results);
   const ArenaScope scope(exec.arena());
   add_logprobs(exec, logits, rows, results);
   return results;
 }
 
-void Sampler::dry(Exec& exec, const Tensor& logits) const {
+void Sampler::dry(Exec& exec, const Tensor& logits, int64_t max_drafts) const {
   const auto rows = static_cast<size_t>(logits.dim(0));
   // Rows that take every path: greedy and sampled, with penalties, biases, min_tokens masks and all filters on.
   for (const float temperature : {0.0F, 1.0F}) {
@@ -225,6 +253,13 @@ void Sampler::dry(Exec& exec, const Tensor& logits) const {
     params.num_logprobs = SamplingParams::kMaxLogprobs;
     const std::vector<SampleRow> all(rows, SampleRow{.params = &params});
     sample(exec, logits, all);
+    if (max_drafts == 0 || rows < 2) continue;
+    // Sequences of one draft: most sequences, and as many rows of them as there are.
+    params.seeded = false;
+    const std::vector<int32_t> tokens = {0};
+    const std::vector<VerifySequence> sequences(
+        rows / 2, VerifySequence{.params = &params, .tokens = tokens, .drafts = tokens, .law_row = 0});
+    verify(exec, logits, sequences, make_tensor(nullptr, DType::kF32, logits.dims));
   }
 }
 

@@ -28,8 +28,10 @@ void StepPlan::clear() {
   first_positions.clear();
   state_slots.clear();
   wants_token.clear();
+  num_drafts.clear();
   token_ids.clear();
   num_decode_seqs = 0;
+  drafting = {};
   restores.clear();
   saves.clear();
 }
@@ -263,6 +265,7 @@ void Scheduler::append_to_plan(Sequence& s, int64_t count, StepPlan& plan) {
   plan.first_positions.push_back(static_cast<int32_t>(first));
   plan.state_slots.push_back(ledger_.state_slot(s.lease));
   plan.wants_token.push_back(count == s.remaining());
+  plan.num_drafts.push_back(0);
   plan.token_ids.insert(plan.token_ids.end(), s.tokens.begin() + first, s.tokens.begin() + first + count);
   s.num_planned += count;
   ++s.in_flight;
@@ -304,7 +307,35 @@ void Scheduler::fill_block_tables(const std::vector<Sequence*>& sequences, StepP
   }
 }
 
-void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now, const StepCost& cost) {
+// Drafts for the sequences of the plan so far, which decode: as many as the request can still use and as fit into half
+// of the rows that are left, into the records of verified rows, into the step's time and into blocks that nobody else
+// holds.
+void Scheduler::plan_drafts(const std::vector<Sequence*>& planned, int64_t max_drafts, const StepCost& cost,
+                            Budget& budget, StepPlan& plan) {
+  int64_t rows_left = budget.rows_left / 2;
+  int64_t records_left = ledger_.sizes().verify_rows;
+  for (size_t i = 0; i < planned.size() && rows_left > 0; ++i) {
+    Sequence& s = *planned[i];
+    const SamplingParams& sampling = s.request.sampling;
+    if (!s.request.speculative) continue;
+    const int64_t to_come =
+        std::min(sampling.max_tokens - (s.size() - s.num_prompt()), options_.max_model_len - s.size());
+    int64_t count = std::min({max_drafts, rows_left, to_come - 1, records_left - 1});
+    if (count <= 0) continue;
+    count = rows_within_time(s, count, budget, cost);
+    ledger_.extend(s.lease, s.num_planned + count);
+    const auto blocks = static_cast<int64_t>(ledger_.block_table(s.lease).size());
+    count = std::min(count, blocks * ledger_.sizes().block_size - s.num_planned);
+    if (count <= 0) continue;
+    spend(s, count, budget);
+    rows_left -= count;
+    records_left -= 1 + count;
+    plan.num_drafts[i] = static_cast<int32_t>(count);
+  }
+}
+
+void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now, const StepCost& cost,
+                         int64_t max_drafts) {
   plan.clear();
   end_overdue(now, events);
   Budget budget{.rows_left = options_.max_batched_tokens};
@@ -322,11 +353,21 @@ void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, dou
     if (s.remaining() != 1) continue;
     if (!make_room(s)) break;  // it was the last in rank
     spend(s, 1, budget);
-    append(s, 1);
+    append_to_plan(s, 1, plan);
+    planned.push_back(&s);
   }
+  double decode_seconds = 0;
   if (options_.max_step_seconds > 0 && cost.known()) {
-    const double decodes = cost.seconds(budget.rows, budget.decode_pairs, 0);
-    budget.seconds_limit = std::max(options_.max_step_seconds, decodes * (1 + kLeastPrefillShare));
+    decode_seconds = cost.seconds(budget.rows, budget.decode_pairs, 0);
+    budget.seconds_limit = options_.max_step_seconds;
+  }
+  if (max_drafts > 0) plan_drafts(planned, max_drafts, cost, budget, plan);
+  // With drafts nobody knows yet where the rows that stay will end.
+  for (size_t i = 0; i < planned.size(); ++i) {
+    if (plan.num_drafts[i] == 0) plan_saves(*planned[i], plan);
+  }
+  if (budget.seconds_limit > 0) {
+    budget.seconds_limit = std::max(budget.seconds_limit, decode_seconds * (1 + kLeastPrefillShare));
   }
   const auto give = [&](Sequence& s, int64_t count) {
     spend(s, count, budget);
@@ -361,21 +402,14 @@ void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, dou
   if (planned.empty()) in_flight_.pop_back();
 }
 
-// One sampled token of a sequence: append it and see whether it ends the request.
-void Scheduler::accept_token(Sequence& sequence, const StepResult::Row& row, std::vector<SequenceEvent>& events) {
-  TokenEvent event;
-  if (row.token.token_id < 0) {
-    event.finish = FinishReason::kError;
-    event.error = internal_error("{}", row.error);
-    return end(sequence, std::move(event), events);
-  }
+// Appends one token; true if it ends the request.
+bool Scheduler::take_token(Sequence& sequence, const SampledToken& sampled, TokenEvent& event) {
   const SamplingParams& sampling = sequence.request.sampling;
-  const int32_t token = row.token.token_id;
+  const int32_t token = sampled.token_id;
   sequence.tokens.push_back(token);
-  event.tokens.push_back(row.token);
-  if (ledger_.caching()) sequence.chain.extend(sequence.tokens);
+  event.tokens.push_back(sampled);
 
-  const int64_t generated = static_cast<int64_t>(sequence.tokens.size()) - sequence.num_prompt();
+  const int64_t generated = sequence.size() - sequence.num_prompt();
   const auto& stops = sampling.stop_token_ids;
   const bool is_stop = (token == options_.eos_token_id && !sampling.ignore_eos) ||
                        std::find(stops.begin(), stops.end(), token) != stops.end();
@@ -386,42 +420,106 @@ void Scheduler::accept_token(Sequence& sequence, const StepResult::Row& row, std
     event.stop_token_id = token;
   } else if (constraint_stops) {
     event.finish = FinishReason::kStop;
-  } else if (generated >= sampling.max_tokens ||
-             static_cast<int64_t>(sequence.tokens.size()) >= options_.max_model_len) {
+  } else if (generated >= sampling.max_tokens || sequence.size() >= options_.max_model_len) {
     event.finish = FinishReason::kLength;
   }
-  if (event.finish != FinishReason::kNone) return end(sequence, std::move(event), events);
-  event.num_prompt_tokens = static_cast<int32_t>(sequence.num_prompt());
-  event.num_cached_tokens = static_cast<int32_t>(sequence.num_cached);
-  events.push_back({sequence.id, std::move(event)});
+  return event.finish != FinishReason::kNone;
 }
 
-void Scheduler::advance(const StepPlan& plan, const StepResult& result, std::vector<SequenceEvent>& events) {
-  if (plan.empty()) return;
+// Appends what a step sampled, up to a token that ends the request.
+TokenEvent Scheduler::take_tokens(Sequence& sequence, const StepResult::Row& row) {
+  TokenEvent event;
+  event.num_prompt_tokens = static_cast<int32_t>(sequence.num_prompt());
+  event.num_cached_tokens = static_cast<int32_t>(sequence.num_cached);
+  event.num_drafted_tokens = row.num_drafts;
+  if (row.tokens.empty()) {
+    event.finish = FinishReason::kError;
+    event.error = internal_error("{}", row.error);
+    return event;
+  }
+  for (const SampledToken& token : row.tokens) {
+    if (take_token(sequence, token, event)) break;
+  }
+  // The last token of a round is the target's own, unless the reply ended on a draft before it.
+  const auto kept = static_cast<int64_t>(event.tokens.size());
+  event.num_accepted_drafts =
+      static_cast<int32_t>(std::min<int64_t>(kept, static_cast<int64_t>(row.tokens.size()) - 1));
+  if (ledger_.caching()) sequence.chain.extend(sequence.tokens);
+  return event;
+}
+
+void Scheduler::count_round(const StepResult::Row& row, int64_t num_kept) {
+  const auto accepted = static_cast<int64_t>(row.tokens.size()) - 1;
+  ++stats_.draft_rounds;
+  stats_.drafted_tokens += row.num_drafts;
+  stats_.accepted_tokens += std::min(accepted, num_kept);
+  stats_.drafted_at.resize(std::max(stats_.drafted_at.size(), static_cast<size_t>(row.num_drafts)));
+  stats_.accepted_at.resize(stats_.drafted_at.size());
+  for (int64_t k = 0; k < row.num_drafts; ++k) {
+    ++stats_.drafted_at[static_cast<size_t>(k)];
+    stats_.accepted_at[static_cast<size_t>(k)] += k < accepted;
+  }
+}
+
+// The last `num_kept` computed rows, of a step that might have drafts: if it had, the states are to take them, with a
+// checkpoint where they reach or cross a block boundary.
+void Scheduler::commit_rows(Sequence& s, int64_t num_kept, bool drafted, bool ends, StateCommits& commits) {
+  StateCommits::Entry entry{.sequence = s.id, .slot = ledger_.state_slot(s.lease)};
+  const int64_t boundary = round_down(s.num_computed, ledger_.sizes().block_size);
+  if (ledger_.caching() && boundary > s.num_computed - num_kept && boundary >= s.num_prompt()) {
+    const size_t before = commits.saves.size();
+    ledger_.plan_save(s.lease, s.chain.keys(), boundary, CacheLedger::SaveKind::kRolling, commits.saves);
+    if (commits.saves.size() > before) {
+      entry.rows_to_save = static_cast<int32_t>(num_kept - (s.num_computed - boundary));
+    }
+  }
+  entry.rows = ends ? entry.rows_to_save : static_cast<int32_t>(num_kept);
+  if (drafted && entry.rows > 0) commits.entries.push_back(entry);
+}
+
+StateCommits Scheduler::advance(const StepPlan& plan, const StepResult& result, std::vector<SequenceEvent>& events) {
+  StateCommits commits;
+  if (plan.empty()) return commits;
   MOAT_CHECK(!in_flight_.empty() && in_flight_.front().size() == plan.sequences.size(),
              "advance() of a plan that is not the oldest in flight");
   const std::vector<Sequence*> planned = std::move(in_flight_.front());
   in_flight_.pop_front();
+  size_t next_row = 0;
   for (size_t i = 0; i < planned.size(); ++i) {
     Sequence& s = *planned[i];
+    const StepResult::Row* row = nullptr;
+    TokenEvent event;
+    if (plan.wants_token[i]) {
+      MOAT_CHECK(next_row < result.rows.size() && result.rows[next_row].sequence == s.id,
+                 "the results are not those of the plan");
+      row = &result.rows[next_row++];
+      MOAT_CHECK(
+          row->num_drafts <= plan.num_drafts[i] && static_cast<int64_t>(row->tokens.size()) <= 1 + row->num_drafts,
+          "{} tokens of {} drafts, {} were planned", row->tokens.size(), row->num_drafts, plan.num_drafts[i]);
+      event = take_tokens(s, *row);
+    }
+    const bool ends = event.finish != FinishReason::kNone;
+    const bool drafted = row != nullptr && row->num_drafts > 0 && !row->tokens.empty();
+    // Of a round with drafts a row stays for each token kept: the last token's own row is not computed yet.
+    const int64_t kept = drafted ? static_cast<int64_t>(event.tokens.size()) : plan.num_tokens[i];
     const int64_t before = s.num_computed;
-    s.num_computed += plan.num_tokens[i];
+    s.num_computed += kept;
+    s.num_planned += drafted ? kept - 1 : 0;
     --s.in_flight;
     stats_.recomputed_tokens += std::max<int64_t>(0, std::min(s.high_water, s.num_computed) - before);
     s.high_water = std::max(s.high_water, s.num_computed);
-    if (!ledger_.caching()) continue;
-    ledger_.commit(s.lease, s.tokens, s.chain.keys(), s.num_computed);
-    if (s.boundaries.empty()) continue;
+    if (drafted) count_round(*row, kept);
+    if (plan.num_drafts[i] > 0 && !row->tokens.empty()) commit_rows(s, kept, drafted, ends, commits);
+    if (ledger_.caching()) ledger_.commit(s.lease, s.tokens, s.chain.keys(), s.num_computed);
     std::erase_if(s.boundaries, [&](const Boundary& b) { return b.position <= s.num_computed; });
+    if (ends) {
+      end(s, std::move(event), events);
+    } else if (row != nullptr) {
+      events.push_back({s.id, std::move(event)});
+    }
   }
-  size_t row = 0;
-  for (size_t i = 0; i < planned.size(); ++i) {
-    if (!plan.wants_token[i]) continue;
-    MOAT_CHECK(row < result.rows.size() && result.rows[row].sequence == plan.sequences[i],
-               "the results are not those of the plan");
-    accept_token(*planned[i], result.rows[row++], events);
-  }
-  MOAT_CHECK(row == result.rows.size(), "{} results, {} were wanted", result.rows.size(), row);
+  MOAT_CHECK(next_row == result.rows.size(), "{} results, {} were wanted", result.rows.size(), next_row);
+  return commits;
 }
 
 const Request& Scheduler::request(SequenceId id) const { return sequences_.at(id)->request; }

@@ -11,6 +11,7 @@
 //   2. running sequences with one token to compute (decode) get it, most urgent first. One that needs a block when none
 //      can be had takes those of the least urgent running sequence, which is computed again later; the most urgent one
 //      always goes on.
+//      What room is left, up to half of it, may be drafted into: nobody loses a block or a row of its own for drafts.
 //   3. running sequences with more to compute (prefill) share what is left of the step's tokens and time.
 //   4. waiting requests are admitted while a slot, blocks and budget are left; the first that does not fit stops
 //      admission. One whose prefix a running sequence is about to compute waits for it instead (others may pass).
@@ -23,6 +24,9 @@
 // boundary that decoding starts from or crosses, where the newest replaces the one before.
 //
 // Life of a request: waiting -> running -> (preempted: waiting -> running ...) -> ended, with exactly one finish reason.
+// With drafts a step ends with more than one token of a sequence: those that verification accepted and one more. Tokens
+// after one that ends the request are dropped, and its states take no row of them.
+//
 // schedule() may be called again before advance() of the last plan (one step ahead): sequences whose next token is not
 // known yet are left out, and sequences in flight are neither preempted nor ended.
 //
@@ -67,6 +71,11 @@ struct SchedulerStats {
   int64_t admitted_prompt_tokens = 0;  // first admissions only
   int64_t cached_prompt_tokens = 0;    // of them, restored
   int64_t recomputed_tokens = 0;       // computed again after preemption
+  int64_t draft_rounds = 0;            // steps of a sequence in which drafts were verified
+  int64_t drafted_tokens = 0;          // verified ones
+  int64_t accepted_tokens = 0;         // of them, that became part of a reply
+  std::vector<int64_t> drafted_at;     // [position in the round] verified, and accepted
+  std::vector<int64_t> accepted_at;
 };
 
 class Scheduler {
@@ -79,10 +88,13 @@ class Scheduler {
   void flush_cache() { ledger_.flush(); }
 
   // Fills `plan` (cleared first) and appends the events of sequences that ended without computing. `cost` may be
-  // unknown; then only max_batched_tokens bounds the step.
-  void schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now = 0, const StepCost& cost = {});
-  // Takes the results of a plan, in the order in which plans were made, and appends what became known.
-  void advance(const StepPlan& plan, const StepResult& result, std::vector<SequenceEvent>& events);
+  // unknown; then only max_batched_tokens bounds the step. Each sequence that decodes may be drafted for, up to
+  // `max_drafts` tokens.
+  void schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now = 0, const StepCost& cost = {},
+                int64_t max_drafts = 0);
+  // Takes the results of a plan, in the order in which plans were made, and appends what became known. What it returns
+  // must be done before the next plan runs.
+  StateCommits advance(const StepPlan& plan, const StepResult& result, std::vector<SequenceEvent>& events);
 
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
   int64_t num_running() const { return static_cast<int64_t>(running_.size()); }
@@ -154,7 +166,12 @@ class Scheduler {
   void append_to_plan(Sequence& sequence, int64_t count, StepPlan& plan);
   void plan_saves(Sequence& sequence, StepPlan& plan);
   void fill_block_tables(const std::vector<Sequence*>& sequences, StepPlan& plan) const;
-  void accept_token(Sequence& sequence, const StepResult::Row& row, std::vector<SequenceEvent>& events);
+  void plan_drafts(const std::vector<Sequence*>& planned, int64_t max_drafts, const StepCost& cost, Budget& budget,
+                   StepPlan& plan);
+  TokenEvent take_tokens(Sequence& sequence, const StepResult::Row& row);
+  bool take_token(Sequence& sequence, const SampledToken& token, TokenEvent& event);
+  void count_round(const StepResult::Row& row, int64_t num_kept);
+  void commit_rows(Sequence& sequence, int64_t num_kept, bool drafted, bool ends, StateCommits& commits);
 
   SchedulerOptions options_;
   CacheLedger ledger_;

@@ -12,6 +12,16 @@
 
 namespace moat {
 
+// What the drafts of a step are cut by, once they are made (engine/draft_length.h). A value, so that every rank cuts alike.
+struct DraftPolicy {
+  bool automatic = false;        // false: as many as the plan gives room for
+  int64_t num_decodes = 0;       // sequences that get a token
+  double seconds = 0;            // expected of the step without drafts,
+  double seconds_per_draft = 0;  // ... of each draft's row,
+  double draft_seconds = 0;      // ... and of making them, which is spent by then
+  std::vector<float> factor;     // [position] on the drafter's confidence, or the chance itself if it has none
+};
+
 // Flat arrays over the step's sequences; those in decode form come first (model/forward.h).
 struct StepPlan {
   std::vector<SequenceId> sequences;     // [seqs]
@@ -19,11 +29,14 @@ struct StepPlan {
   std::vector<int32_t> first_positions;  // [seqs]
   std::vector<int32_t> state_slots;      // [seqs]
   std::vector<uint8_t> wants_token;      // [seqs], the last row is sampled
-  std::vector<int32_t> token_ids;        // [tokens]
-  std::vector<int32_t> block_tables;     // [seqs, max_blocks], unused entries -1
+  std::vector<int32_t> num_drafts;    // [seqs], rows that whoever runs the plan may add: drafts after the last token;
+                                      // their blocks are in the tables. 0 unless wants_token
+  std::vector<int32_t> token_ids;     // [tokens]
+  std::vector<int32_t> block_tables;  // [seqs, max_blocks], unused entries -1
   std::vector<uint64_t> table_versions;  // [seqs]; rows of equal version and width are equal, from step to step, too
   int64_t max_blocks = 0;
   int64_t num_decode_seqs = 0;
+  DraftPolicy drafting;
   std::vector<StateCopy> restores;  // before the forward, in order
   std::vector<StateCopy> saves;     // after it, in order
 
@@ -35,10 +48,28 @@ struct StepPlan {
 struct StepResult {
   struct Row {
     SequenceId sequence = 0;
-    SampledToken token;  // token_id < 0: the row could not be sampled (not finite, nothing allowed)
-    std::string error;   // then: why
+    std::vector<SampledToken> tokens;  // accepted drafts, then one more; empty: the row could not be sampled
+    std::string error;                 // then: why (not finite, nothing allowed)
+    int32_t num_drafts = 0;            // that were verified: the step had 1 + num_drafts rows of the sequence
+    std::vector<float> confidence;     // [num_drafts]; empty if the drafter has none
   };
   std::vector<Row> rows;
+  double draft_seconds = 0;  // of making drafts
+};
+
+// What the recurrent states take of a step's verified rows, known once its tokens are: first the rows up to a checkpoint
+// that falls among them, then the copies, then the rest. Entries only of sequences with drafts.
+struct StateCommits {
+  struct Entry {
+    SequenceId sequence = 0;
+    int32_t slot = -1;
+    int32_t rows_to_save = 0;  // 0: no checkpoint
+    int32_t rows = 0;          // in all, >= rows_to_save
+  };
+  std::vector<Entry> entries;
+  std::vector<StateCopy> saves;  // in order
+
+  bool empty() const { return entries.empty(); }
 };
 
 struct SequenceEvent {

@@ -17,6 +17,9 @@ class TokenCounts {
   // longer form of the last one (shorter, another prompt length, another token where that one ended) is counted anew.
   void update(std::span<const int32_t> tokens, int64_t num_prompt);
 
+  // Takes back what was counted of `drafts`, which may have been the last tokens of an update() after `tokens`.
+  void truncate(std::span<const int32_t> tokens, std::span<const int32_t> drafts);
+
   std::span<const int32_t> ids() const { return ids_; }        // [distinct], in order of first appearance
   std::span<const int32_t> counts() const { return counts_; }  // [distinct], times generated; 0: only in the prompt
 
@@ -24,6 +27,7 @@ class TokenCounts {
   std::vector<int32_t> ids_;
   std::vector<int32_t> counts_;
   std::unordered_map<int32_t, size_t> index_;  // id -> its place in ids_
+  size_t num_prompt_ids_ = 0;                  // of ids_, that are in the prompt
   size_t num_seen_ = 0;
   int64_t num_prompt_ = 0;
   int32_t last_seen_ = -1;

@@ -2,10 +2,10 @@
 // `moat bench engine`: prefill and decode through the scheduler and the runner, without sockets and text, on a real
 // checkpoint. The figures are medians over repeats, with their share of the read bandwidth measured in the same run.
 #include <algorithm>
-#include <charconv>
 
 #include "base/rng.h"
 #include "core/ceilings.h"
+#include "engine/drafter.h"
 #include "engine/local_engine.h"
 #include "main/commands.h"
 #include "plan/capacity.h"
@@ -18,7 +18,8 @@ struct Figures {
   int64_t batch = 0;
   double prefill_tokens_per_second = 0;
   double decode_tokens_per_second = 0;  // all sequences together
-  double decode_gb_per_second = 0;      // fewest bytes a step must move / time
+  double tokens_per_step = 0;           // of one sequence: more than 1 with drafts
+  double decode_gb_per_second = 0;      // fewest bytes a step without drafts must move / time
   double decode_share = 0;              // of the measured read bandwidth
 };
 
@@ -28,31 +29,19 @@ double median(std::vector<double> values) {
   return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
-Result<std::vector<int64_t>> parse_batches(const std::string& text) {
-  std::vector<int64_t> batches;
-  const char* p = text.data();
-  const char* end = p + text.size();
-  while (p < end) {
-    int64_t value = 0;
-    const auto [next, error] = std::from_chars(p, end, value);
-    if (error != std::errc() || value < 1)
-      return invalid_argument("--batch is \"{}\", expected numbers like 1,8,32", text);
-    batches.push_back(value);
-    p = next < end && *next == ',' ? next + 1 : next;
-    if (next < end && *next != ',') return invalid_argument("--batch is \"{}\", expected numbers like 1,8,32", text);
-  }
-  if (batches.empty()) return invalid_argument("--batch is empty");
-  return batches;
-}
-
 // Tokens that the first sequences may generate while later ones are still in their prefill.
 int64_t head_start(const BenchEngineOptions& o, int64_t batch) { return batch * o.prefill / 1024 + batch + 2; }
 
-// One run: `batch` sequences of `prefill` random prompt tokens, then `decode` tokens each. Returns the seconds of the
-// prefill and of one decode step.
-std::pair<double, double> run_once(const EngineParts& parts, const BenchEngineOptions& o, int64_t batch,
-                                   uint64_t seed) {
+struct RunTimes {
+  double prefill_seconds = 0;
+  double step_seconds = 0;     // of a decode step
+  double tokens_per_step = 0;  // of all sequences
+};
+
+// One run: `batch` sequences of `prefill` random prompt tokens, then `decode` steps.
+RunTimes run_once(EngineParts& parts, const BenchEngineOptions& o, int64_t batch, uint64_t seed) {
   Scheduler scheduler(parts.scheduler_options, parts.capacity.cache, parts.ledger_options);
+  Stepper stepper(parts, scheduler);
   Rng rng(seed);
   for (int64_t s = 0; s < batch; ++s) {
     Request request;
@@ -61,15 +50,17 @@ std::pair<double, double> run_once(const EngineParts& parts, const BenchEngineOp
     }
     request.sampling.temperature = 0.0F;
     request.sampling.ignore_eos = true;
-    request.sampling.max_tokens =
-        static_cast<int32_t>(o.decode + 1 + head_start(o, batch));  // nobody ends while we measure
+    request.sampling.max_tokens = static_cast<int32_t>(parts.info.max_model_len - o.prefill);  // nobody ends meanwhile
     scheduler.add(static_cast<SequenceId>(s + 1), std::move(request));
   }
   StepPlan plan;
   std::vector<SequenceEvent> events;
+  int64_t generated = 0;
   const auto step = [&] {
-    scheduler.schedule(plan, events);
-    scheduler.advance(plan, parts.runner->run(plan, scheduler), events);
+    stepper.schedule(plan, events, 0);
+    stepper.run(plan, events);
+    for (const SequenceEvent& e : events) generated += static_cast<int64_t>(e.event.tokens.size());
+    events.clear();
   };
   // Prefill ends with the step that gives the last sequence its first token; from then on every step is a pure decode
   // step. A decode step that ran beside a prefill piece belongs to the prefill's time, and its tokens to neither
@@ -85,25 +76,27 @@ std::pair<double, double> run_once(const EngineParts& parts, const BenchEngineOp
   do step();
   while (!all_started());
   const double prefilled = now_seconds();
+  generated = 0;
   for (int64_t i = 0; i < o.decode; ++i) step();
-  const double seconds = now_seconds() - prefilled;
-  return {prefilled - start, seconds / static_cast<double>(o.decode)};
+  const auto steps = static_cast<double>(o.decode);
+  return {prefilled - start, (now_seconds() - prefilled) / steps, static_cast<double>(generated) / steps};
 }
 
-Figures measure(const EngineParts& parts, const BenchEngineOptions& o, int64_t batch, double bandwidth) {
-  std::vector<double> prefill;
-  std::vector<double> step;
+Figures measure(EngineParts& parts, const BenchEngineOptions& o, int64_t batch, double bandwidth) {
+  std::vector<double> prefill, step, rate, tokens;
   run_once(parts, o, batch, 0);  // warm up
   for (int r = 1; r <= o.repeats; ++r) {
-    const auto [p, s] = run_once(parts, o, batch, static_cast<uint64_t>(r));
-    prefill.push_back(p);
-    step.push_back(s);
+    const RunTimes times = run_once(parts, o, batch, static_cast<uint64_t>(r));
+    prefill.push_back(times.prefill_seconds);
+    step.push_back(times.step_seconds);
+    rate.push_back(times.tokens_per_step / times.step_seconds);
+    tokens.push_back(times.tokens_per_step);
   }
   Figures f;
   f.batch = batch;
-  const auto b = static_cast<double>(batch);
-  f.prefill_tokens_per_second = b * static_cast<double>(o.prefill) / median(prefill);
-  f.decode_tokens_per_second = b / median(step);
+  f.prefill_tokens_per_second = static_cast<double>(batch * o.prefill) / median(prefill);
+  f.decode_tokens_per_second = median(rate);
+  f.tokens_per_step = median(tokens) / static_cast<double>(batch);
   const double bytes = decode_step_bytes(parts.model->config(), batch, o.prefill + o.decode / 2);
   f.decode_gb_per_second = bytes / median(step) / 1e9;
   f.decode_share = bytes / median(step) / bandwidth;
@@ -129,17 +122,28 @@ void print_profile(const Profile& profile, double bandwidth) {
 }  // namespace
 
 Status bench_engine_command(const BenchEngineOptions& o) {
-  MOAT_ASSIGN(const std::vector<int64_t> batches, parse_batches(o.batches));
+  MOAT_ASSIGN(const std::vector<int64_t> batches, parse_counts("--batch", o.batches));
   if (o.prefill < 1 || o.decode < 1 || o.repeats < 1) {
     return invalid_argument("--prefill {}, --decode {}, --repeats {}: expected at least 1", o.prefill, o.decode,
                             o.repeats);
   }
   MOAT_ASSIGN(OpenModel open, open_model(o.model));
   const int64_t largest = *std::max_element(batches.begin(), batches.end());
+  constexpr int64_t kMostTokensPerStep = 16;
+  const int64_t max_len = std::min(open.loaded->config.max_position_embeddings,
+                                   o.prefill + kMostTokensPerStep * (o.decode + 1 + head_start(o, largest)));
+  if (o.prefill + o.decode + 1 + head_start(o, largest) > max_len) {
+    return invalid_argument("--prefill {} and --decode {} need {} tokens, the model's context is {}", o.prefill,
+                            o.decode, o.prefill + o.decode + 1 + head_start(o, largest), max_len);
+  }
+  MOAT_ASSIGN(const std::unique_ptr<LoadedDspark> drafter, open_drafter(o.draft, *open.pool));
   MOAT_ASSIGN(EngineParts parts, make_engine_parts(*open.loaded,
-                                                   {.max_model_len = o.prefill + o.decode + 1 + head_start(o, largest),
+                                                   {.max_model_len = max_len,
                                                     .max_num_seqs = largest,
-                                                    .reference = open.reference},
+                                                    .reference = open.reference,
+                                                    .drafter = drafter.get(),
+                                                    .ngram_drafter = o.draft.ngram,
+                                                    .num_draft_tokens = o.draft.num_draft_tokens},
                                                    *open.pool));
   if (parts.capacity.max_num_seqs < largest) {
     return resource_exhausted("batch {} does not fit: {}", largest, parts.capacity.bound);
@@ -156,6 +160,7 @@ Status bench_engine_command(const BenchEngineOptions& o) {
       results.push_back(Json::object({{"batch", f.batch},
                                       {"prefill_tokens_per_second", f.prefill_tokens_per_second},
                                       {"decode_tokens_per_second", f.decode_tokens_per_second},
+                                      {"tokens_per_step", f.tokens_per_step},
                                       {"decode_gb_per_second", f.decode_gb_per_second},
                                       {"decode_bandwidth_share", f.decode_share}}));
     }
@@ -175,10 +180,12 @@ Status bench_engine_command(const BenchEngineOptions& o) {
   fmt::print("model {}  backend {}  threads {}  prefill {}  decode {}  activations f32\n", o.model.model_dir,
              parts.info.backend, open.pool->num_threads(), o.prefill, o.decode);
   fmt::print("{}\nread bandwidth {:.1f} GB/s (measured now)\n", parts.runner->kernel_plan().summary(), bandwidth / 1e9);
-  fmt::print("{:>6} {:>16} {:>16} {:>12} {:>10}\n", "batch", "prefill tok/s", "decode tok/s", "decode GB/s", "share");
+  fmt::print("speculation: {}\n", parts.drafter == nullptr ? "off" : parts.drafter->describe());
+  fmt::print("{:>6} {:>16} {:>16} {:>12} {:>12} {:>10}\n", "batch", "prefill tok/s", "decode tok/s", "tokens/step",
+             "decode GB/s", "share");
   for (const Figures& f : all) {
-    fmt::print("{:>6} {:>16.1f} {:>16.1f} {:>12.2f} {:>9.1f}%\n", f.batch, f.prefill_tokens_per_second,
-               f.decode_tokens_per_second, f.decode_gb_per_second, 100 * f.decode_share);
+    fmt::print("{:>6} {:>16.1f} {:>16.1f} {:>12.2f} {:>12.2f} {:>9.1f}%\n", f.batch, f.prefill_tokens_per_second,
+               f.decode_tokens_per_second, f.tokens_per_step, f.decode_gb_per_second, 100 * f.decode_share);
   }
   if (o.profile) print_profile(profile, bandwidth);
   return {};

@@ -47,7 +47,7 @@ Status bench_scheduler_command(const BenchSchedulerOptions& o) {
     const double scheduled = now_seconds();
     result.rows.clear();
     for (size_t s = 0; s < plan.sequences.size(); ++s) {
-      if (plan.wants_token[s]) result.rows.push_back({.sequence = plan.sequences[s], .token = {.token_id = 7}});
+      if (plan.wants_token[s]) result.rows.push_back({.sequence = plan.sequences[s], .tokens = {{.token_id = 7}}});
     }
     const double answered = now_seconds();
     scheduler.advance(plan, result, events);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "main/common.h"
@@ -43,6 +44,7 @@ struct GenerateOptions {
   std::optional<float> temperature, top_p;
   std::optional<uint64_t> seed;
   bool ignore_eos = false;
+  DraftOptions draft;
   bool json = false;  // one JSON object instead of streamed text
 };
 Status generate_command(const GenerateOptions& options);
@@ -68,10 +70,27 @@ struct BenchEngineOptions {
   int64_t decode = 64;    // tokens decoded by each sequence
   std::string batches = "1,8,32";
   int repeats = 3;
+  DraftOptions draft;  // drafts of random prompts are seldom accepted: bench speculation has real ones
   bool profile = false;
   bool json = false;
 };
 Status bench_engine_command(const BenchEngineOptions& options);
+
+// Decoding with drafts against decoding without, alternately, on the same replies: ratios.
+struct BenchSpeculationOptions {
+  ModelOptions model;
+  DraftOptions draft;
+  std::string prompts_path;      // JSON list of objects with "prompt": token ids; empty: random prompts
+  std::vector<double> simulate;  // acceptance at every position of a scripted drafter, instead of a real one
+  int64_t prompt_tokens = 256;   // of random prompts
+  int64_t tokens = 128;          // of a reply, at most
+  std::string batches = "1,4,16,64";
+  std::string fixed = "1,2,3,5,7";  // draft lengths to compare with the automatic choice
+  float temperature = 0.0F;
+  int repeats = 5;
+  bool json = false;
+};
+Status bench_speculation_command(const BenchSpeculationOptions& options);
 
 struct BenchSchedulerOptions {
   int64_t sequences = 1000;

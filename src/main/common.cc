@@ -55,6 +55,17 @@ Result<OpenModel> open_model(const ModelOptions& options) {
   return open;
 }
 
+Result<std::unique_ptr<LoadedDspark>> open_drafter(const DraftOptions& options, ThreadPool& pool) {
+  if (options.directory.empty()) return std::unique_ptr<LoadedDspark>();
+  MOAT_ASSIGN(std::unique_ptr<LoadedDspark> loaded, load_dspark(options.directory, pool));
+  const DraftLoadReport& r = loaded->report;
+  log_info("loaded drafter={} tensors={} used={} ignored={} mapped={} owned={}", options.directory, r.num_tensors,
+           r.num_used, r.num_ignored, format_bytes(static_cast<int64_t>(r.bytes_mapped)),
+           format_bytes(static_cast<int64_t>(r.bytes_owned)));
+  for (const std::string& note : loaded->config.notes) log_info("drafter: {}", note);
+  return loaded;
+}
+
 Result<SamplingParams> load_sampling_defaults(const std::string& model_dir) {
   SamplingParams params;
   const std::string path = join_path(model_dir, "generation_config.json");
@@ -96,6 +107,23 @@ Result<int64_t> parse_byte_size(std::string_view text) {
     return invalid_argument("\"{}\" is not a size, expected one like 512MB, 8GB, 1.5GiB or a number of bytes", text);
   }
   return static_cast<int64_t>(std::llround(number));
+}
+
+Result<std::vector<int64_t>> parse_counts(const char* flag, const std::string& text) {
+  std::vector<int64_t> counts;
+  const char* p = text.data();
+  const char* end = p + text.size();
+  while (p < end) {
+    int64_t value = 0;
+    const auto [next, error] = std::from_chars(p, end, value);
+    if (error != std::errc() || value < 1)
+      return invalid_argument("{} is \"{}\", expected numbers like 1,8,32", flag, text);
+    counts.push_back(value);
+    p = next < end && *next == ',' ? next + 1 : next;
+    if (next < end && *next != ',') return invalid_argument("{} is \"{}\", expected numbers like 1,8,32", flag, text);
+  }
+  if (counts.empty()) return invalid_argument("{} is empty", flag);
+  return counts;
 }
 
 Result<std::string> read_input(const std::string& path) {

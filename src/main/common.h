@@ -13,6 +13,7 @@
 #include "base/status.h"
 #include "base/thread_pool.h"
 #include "engine/request.h"
+#include "model/dspark_weights.h"
 #include "model/loader.h"
 
 namespace moat {
@@ -35,11 +36,24 @@ struct OpenModel {
 // log line.
 Result<OpenModel> open_model(const ModelOptions& options);
 
+// Flags of commands that can draft.
+struct DraftOptions {
+  std::string directory;          // a drafter's checkpoint; empty: none
+  bool ngram = false;             // draft from the conversation itself
+  int64_t num_draft_tokens = -1;  // -1: as many as pay; 0: none
+};
+
+// The drafter's checkpoint, if one is asked for, with its notes and one line in the log.
+Result<std::unique_ptr<LoadedDspark>> open_drafter(const DraftOptions& options, ThreadPool& pool);
+
 // generation_config.json: temperature, top_p, top_k, min_p where present; anything of the wrong type is an error.
 Result<SamplingParams> load_sampling_defaults(const std::string& model_dir);
 
 // "8GB", "512 MB", "1.5GiB", "4096": k, M, G, T are powers of ten, with an i powers of two; case and B do not matter.
 Result<int64_t> parse_byte_size(std::string_view text);
+
+// "1,8,32": numbers of at least 1. Errors name the flag.
+Result<std::vector<int64_t>> parse_counts(const char* flag, const std::string& text);
 
 Result<std::string> read_input(const std::string& path);  // "-" is standard input
 

@@ -165,13 +165,20 @@ Status generate_command(const GenerateOptions& o) {
   MOAT_ASSIGN(const Prompt prompt, make_prompt(o, tokenizer));
   MOAT_ASSIGN(SamplingParams sampling, load_sampling_defaults(o.model.model_dir));
   MOAT_ASSIGN(OpenModel open, open_model(o.model));
-  MOAT_ASSIGN(EngineParts parts,
-              make_engine_parts(*open.loaded, {.max_num_seqs = 1, .reference = open.reference}, *open.pool));
+  MOAT_ASSIGN(const std::unique_ptr<LoadedDspark> drafter, open_drafter(o.draft, *open.pool));
+  MOAT_ASSIGN(EngineParts parts, make_engine_parts(*open.loaded,
+                                                   {.max_num_seqs = 1,
+                                                    .reference = open.reference,
+                                                    .drafter = drafter.get(),
+                                                    .ngram_drafter = o.draft.ngram,
+                                                    .num_draft_tokens = o.draft.num_draft_tokens},
+                                                   *open.pool));
   LocalEngine engine(std::move(parts), 1);
 
   if (o.temperature) sampling.temperature = *o.temperature;
   if (o.top_p) sampling.top_p = *o.top_p;
   sampling.seed = o.seed ? *o.seed : std::random_device()();
+  sampling.seeded = o.seed.has_value();
   sampling.ignore_eos = o.ignore_eos;
   const int64_t room = engine.info().max_model_len - static_cast<int64_t>(prompt.ids.size());
   if (room < 1) {

@@ -93,6 +93,24 @@ void add_engine_flags(CLI::App& app, EngineOptions& o) {
   app.add_flag("--deterministic", o.deterministic, "The same bits whatever was cached, batched or preempted");
 }
 
+std::string to_draft_count(std::string& text) {
+  if (text == "auto") text = "-1";
+  return {};
+}
+const CLI::Validator kDraftCount(to_draft_count, "");
+
+void add_draft_flags(CLI::App& app, DraftOptions& o) {
+  auto* draft =
+      app.add_option("--draft", o.directory, "Checkpoint directory of a DSpark drafter: speculative decoding");
+  app.add_flag("--draft-ngram", o.ngram, "Draft what followed the same tokens earlier in the conversation")
+      ->excludes(draft);
+  app.add_option("--num-draft-tokens", o.num_draft_tokens,
+                 "Drafts a round: auto (the default: as many as pay), 0 (none) or always so many")
+      ->type_name("N|auto")
+      ->transform(kDraftCount)
+      ->check(CLI::Range(-1, 63));
+}
+
 void add_serve(CLI::App& root, Run& run) {
   auto* app = root.add_subcommand("serve", "Serve a checkpoint over the OpenAI HTTP API");
   auto o = std::make_shared<ServeOptions>();
@@ -103,6 +121,7 @@ void add_serve(CLI::App& root, Run& run) {
   app->add_option("--alias", o->aliases, "Further names");
   app->add_option("--api-key", o->api_keys, "Require one of these keys");
   add_engine_flags(*app, o->engine);
+  add_draft_flags(*app, o->draft);
   app->add_option("--request-timeout", o->request_timeout_seconds,
                   "Seconds a request may take, waiting included; 0: no limit")
       ->capture_default_str()
@@ -125,6 +144,7 @@ void add_generate(CLI::App& root, Run& run) {
   app->add_option("--top-p", o->top_p)->check(CLI::Range(1e-9, 1.0));
   app->add_option("--seed", o->seed);
   app->add_flag("--ignore-eos", o->ignore_eos);
+  add_draft_flags(*app, o->draft);
   app->add_flag("--json", o->json, "Print one JSON object: text, ids, finish_reason, usage, timings");
   app->callback([o, prompt, &run] {
     o->has_prompt = prompt->count() > 0;
@@ -204,9 +224,32 @@ void add_bench(CLI::App& root, Run& run) {
   engine->add_option("--decode", eo->decode, "Decode steps")->capture_default_str();
   engine->add_option("--batch", eo->batches, "Sequences together, e.g. 1,8,32")->capture_default_str();
   engine->add_option("--repeats", eo->repeats, "Medians of so many runs")->capture_default_str();
+  add_draft_flags(*engine, eo->draft);
   engine->add_flag("--profile", eo->profile, "Time, GB/s and share of each call site");
   engine->add_flag("--json", eo->json);
   engine->callback([eo, &run] { run = [eo] { return bench_engine_command(*eo); }; });
+
+  auto* speculation = bench->add_subcommand("speculation", "Decoding with drafts against without, in one run");
+  auto po = std::make_shared<BenchSpeculationOptions>();
+  add_model_flags(*speculation, po->model);
+  add_draft_flags(*speculation, po->draft);
+  speculation->add_option("--prompts", po->prompts_path, "JSON list of objects with \"prompt\": token ids");
+  speculation
+      ->add_option("--simulate", po->simulate, "Scripted drafts, accepted so often at every position, e.g. 0.9,0.7,0.4")
+      ->delimiter(',')
+      ->check(CLI::Range(0.0, 1.0));
+  speculation->add_option("--prompt-tokens", po->prompt_tokens, "Of random prompts")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  speculation->add_option("--tokens", po->tokens, "Of a reply, at most")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  speculation->add_option("--batch", po->batches, "Sequences together")->capture_default_str();
+  speculation->add_option("--fixed", po->fixed, "Draft lengths to compare with")->capture_default_str();
+  speculation->add_option("--temperature", po->temperature)->check(CLI::NonNegativeNumber);
+  speculation->add_option("--repeats", po->repeats)->capture_default_str()->check(CLI::PositiveNumber);
+  speculation->add_flag("--json", po->json);
+  speculation->callback([po, &run] { run = [po] { return bench_speculation_command(*po); }; });
 
   auto* scheduler = bench->add_subcommand("scheduler", "Bookkeeping of a step, without a model");
   auto so = std::make_shared<BenchSchedulerOptions>();

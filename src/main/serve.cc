@@ -122,8 +122,13 @@ Status serve_command(const ServeOptions& asked) {
   o.engine.reference = open.reference;
   const int64_t host_memory = host_memory_bytes();
   if (o.engine.memory_bytes == 0) o.engine.memory_bytes = host_memory;
+  MOAT_ASSIGN(const std::unique_ptr<LoadedDspark> drafter, open_drafter(o.draft, *open.pool));
+  o.engine.drafter = drafter.get();
+  o.engine.ngram_drafter = o.draft.ngram;
+  o.engine.num_draft_tokens = o.draft.num_draft_tokens;
   MOAT_ASSIGN(EngineParts parts, make_engine_parts(*open.loaded, o.engine, *open.pool));
-  fmt::print("memory:\n{}{}\n", parts.capacity.table(), parts.runner->kernel_plan().summary());
+  fmt::print("memory:\n{}{}\nspeculation: {}\n", parts.capacity.table(), parts.runner->kernel_plan().summary(),
+             describe_speculation(o.engine, parts));
   log_info("config {}", config_line(o, defaults, parts));
   for (const std::string& warning : config_warnings(o.engine, parts, host_memory)) log_warn("{}", warning);
   LocalEngine engine(std::move(parts), o.engine.max_queued);

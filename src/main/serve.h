@@ -20,6 +20,7 @@ struct ServeOptions {
   std::vector<std::string> aliases;
   std::vector<std::string> api_keys;
   EngineOptions engine;
+  DraftOptions draft;
   double request_timeout_seconds = 0;  // 0: none; a request may ask for less
   int drain_seconds = 30;
 };

@@ -47,6 +47,10 @@ std::string config_line(const ServeOptions& o, const SamplingParams& defaults, c
   add("checkpoints", capacity.num_checkpoints);
   add("checkpoint_memory_bytes", capacity.num_checkpoints * parts.ledger_options.slot_bytes);
   add("checkpoint_interval", effective_interval(scheduler.checkpoint_interval, cache.block_size));
+  add("draft", o.draft.ngram ? "ngram" : o.draft.directory.empty() ? "none" : o.draft.directory);
+  add("num_draft_tokens", parts.drafter == nullptr       ? "0"
+                          : o.draft.num_draft_tokens < 0 ? "auto"
+                                                         : std::to_string(o.draft.num_draft_tokens));
   add("request_timeout_seconds", o.request_timeout_seconds);
   add("drain_seconds", o.drain_seconds);
   add("temperature", defaults.temperature);
@@ -54,6 +58,16 @@ std::string config_line(const ServeOptions& o, const SamplingParams& defaults, c
   add("top_k", defaults.top_k);
   add("min_p", defaults.min_p);
   return line;
+}
+
+std::string describe_speculation(const EngineOptions& asked, const EngineParts& parts) {
+  if (parts.drafter == nullptr) {
+    const bool has_drafter = asked.drafter != nullptr || asked.ngram_drafter;
+    return has_drafter ? "off: --num-draft-tokens 0" : "off: no drafter (--draft DIR or --draft-ngram)";
+  }
+  return fmt::format(
+      "{}; {}", parts.drafter->describe(),
+      asked.num_draft_tokens > 0 ? fmt::format("always {} a round", asked.num_draft_tokens) : "as many a round as pay");
 }
 
 std::vector<std::string> config_warnings(const EngineOptions& asked, const EngineParts& parts, int64_t host_memory) {

@@ -16,11 +16,19 @@ struct CacheSizes {
   int64_t block_size = 64;  // tokens a block of the paged MLA cache
   int64_t num_blocks = 0;
   int64_t num_slots = 0;  // recurrent-state slots: one a running sequence, the rest hold checkpoints of prefixes
+  // With a drafter that has a context of its own: its values a token are [draft_layers, draft_row], in the same blocks.
+  int64_t draft_layers = 0;
+  int64_t draft_row = 0;
+  int64_t verify_rows =
+      0;  // rows a step that drafts may stand in: records of so many are kept until they are committed
 };
 
-// Bytes of one block and of one slot, over all layers (f32).
+// Bytes of one block and of one slot, over all layers (f32); of what a drafter keeps in a block; of the records of one
+// verified row.
 int64_t block_bytes(const ModelConfig& config, int64_t block_size);
 int64_t slot_bytes(const ModelConfig& config);
+int64_t draft_block_bytes(const CacheSizes& sizes);
+int64_t record_bytes(const ModelConfig& config);
 
 struct CapacityOptions {
   int64_t memory_bytes = 0;      // that this process may use in all
@@ -28,6 +36,8 @@ struct CapacityOptions {
   int64_t weight_bytes = 0;
   int64_t arena_bytes = 0;    // step temporaries, from the dry pass
   int64_t process_bytes = 0;  // what the process holds besides weights, pools and arena: code, vocabulary, threads
+  int64_t draft_weight_bytes = 0;
+  int64_t draft_layers = 0, draft_row = 0, verify_rows = 0;  // as in CacheSizes
   int64_t block_size = 64;
   int64_t max_model_len = 0;  // tokens of one sequence
   int64_t max_num_seqs = 0;   // wanted

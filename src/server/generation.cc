@@ -161,6 +161,8 @@ void Generation::on_event(int32_t index, TokenEvent event) {
   const Status error = event.error;
   if (!event.tokens.empty()) observe_tokens(choice, event.tokens.size());
   if (reason != FinishReason::kNone) choice.timings = event.timings;
+  choice.accepted_drafts += event.num_accepted_drafts;
+  choice.rejected_drafts += event.num_drafted_tokens - event.num_accepted_drafts;
   ReplyStream::Update update = choice.stream.feed(std::move(event));
   if (reason != FinishReason::kNone) {
     const std::string name = update.finish_reason.empty() ? failure_name(reason) : update.finish_reason;
@@ -260,6 +262,8 @@ Usage Generation::usage() const {
     if (i % static_cast<size_t>(call_.num_choices) == 0) usage.cached += counts.cached;
     usage.completion += counts.completion;
     usage.reasoning += counts.reasoning;
+    usage.accepted_drafts += choices_[i].accepted_drafts;
+    usage.rejected_drafts += choices_[i].rejected_drafts;
   }
   return usage;
 }

@@ -71,6 +71,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
     std::optional<Engine::RequestHandle> handle;  // once the engine has accepted it
     Clock::time_point last_token;
     RequestTimings timings;
+    int64_t accepted_drafts = 0, rejected_drafts = 0;
   };
 
   void prepare(std::string body, bool chat);

@@ -60,6 +60,11 @@ constexpr std::array kEngineCounters = {
                   &EngineStats::checkpoints_saved_total},
     EngineCounter{"moat_checkpoints_restored_total", "States that a request went on from",
                   &EngineStats::checkpoints_restored_total},
+    EngineCounter{"moat_draft_rounds_total", "Steps of a choice in which drafts were verified",
+                  &EngineStats::draft_rounds_total},
+    EngineCounter{"moat_drafted_tokens_total", "Drafts that were verified", &EngineStats::drafted_tokens_total},
+    EngineCounter{"moat_accepted_tokens_total", "Drafts that became part of a reply",
+                  &EngineStats::accepted_tokens_total},
     EngineCounter{"moat_checkpoints_evicted_total", "States given up to make room",
                   &EngineStats::checkpoints_evicted_total},
 };
@@ -84,6 +89,17 @@ double hit_rate(const EngineStats& stats) {
   return prompt > 0 ? static_cast<double>(stats.cached_tokens_total) / prompt : 0;
 }
 
+// Tokens that a round with drafts gives; 0 before the first one.
+double acceptance_length(const EngineStats& stats) {
+  const auto rounds = static_cast<double>(stats.draft_rounds_total);
+  return rounds > 0 ? 1 + static_cast<double>(stats.accepted_tokens_total) / rounds : 0;
+}
+
+void bring_up_to(Counter& counter, int64_t total) {
+  const double more = static_cast<double>(total) - counter.Value();
+  if (more > 0) counter.Increment(more);
+}
+
 }  // namespace
 
 struct Metrics::Impl {
@@ -103,6 +119,16 @@ struct Metrics::Impl {
       histogram(registry, "moat_request_seconds", "From the request to its last token", slow_buckets());
   Gauge& prefix_hit_rate =
       gauge(registry, "moat_prefix_hit_rate", "Of all prompt tokens since the start, the share that was restored");
+  Gauge& acceptance_length =
+      gauge(registry, "moat_acceptance_length", "Tokens of a round with drafts on average: accepted ones and one more");
+  Family<Counter>& drafted_at = prometheus::BuildCounter()
+                                    .Name("moat_drafted_at_position_total")
+                                    .Help("Drafts that were verified, by their position in the round")
+                                    .Register(registry);
+  Family<Counter>& accepted_at = prometheus::BuildCounter()
+                                     .Name("moat_accepted_at_position_total")
+                                     .Help("Drafts that were accepted, by their position in the round")
+                                     .Register(registry);
   std::mutex mutex;  // of render(): counters are brought up to the engine's totals
   std::vector<Counter*> engine_counters;
   std::vector<Gauge*> engine_gauges;
@@ -136,14 +162,18 @@ std::string Metrics::render(const EngineStats* stats) {
   const std::lock_guard lock(impl_->mutex);
   if (stats != nullptr) {
     for (size_t i = 0; i < kEngineCounters.size(); ++i) {
-      Counter& target = *impl_->engine_counters[i];
-      const auto total = static_cast<double>(stats->*kEngineCounters[i].value);
-      if (total > target.Value()) target.Increment(total - target.Value());
+      bring_up_to(*impl_->engine_counters[i], stats->*kEngineCounters[i].value);
     }
     for (size_t i = 0; i < kEngineGauges.size(); ++i) {
       impl_->engine_gauges[i]->Set(static_cast<double>(stats->*kEngineGauges[i].value));
     }
     impl_->prefix_hit_rate.Set(hit_rate(*stats));
+    impl_->acceptance_length.Set(acceptance_length(*stats));
+    for (size_t k = 0; k < stats->drafted_at_total.size(); ++k) {
+      const prometheus::Labels labels = {{"position", std::to_string(k + 1)}};
+      bring_up_to(impl_->drafted_at.Add(labels), stats->drafted_at_total[k]);
+      bring_up_to(impl_->accepted_at.Add(labels), stats->accepted_at_total[k]);
+    }
   }
   return prometheus::TextSerializer().Serialize(impl_->registry.Collect());
 }

@@ -43,13 +43,13 @@ constexpr std::array kRefused = {
     RefusedField{"web_search_options", Neutral::kNull},
 };
 
-constexpr std::array<std::string_view, 58> kKnown = {
+constexpr std::array<std::string_view, 59> kKnown = {
     "model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens",
     "stop", "stop_token_ids", "include_stop_str_in_output", "seed", "ignore_eos", "min_tokens", "logprobs",
     "top_logprobs", "stream", "stream_options", "reasoning_effort", "reasoning", "thinking", "chat_template_kwargs",
     "include_reasoning", "tools", "tool_choice", "parallel_tool_calls", "response_format", "return_token_ids",
     "timings", "cache_salt", "priority", "timeout", "n", "echo", "suffix", "modalities", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "speculative",
     // Without effect on the result.
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prediction", "verbosity",
     "skip_special_tokens", "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning", "request_id",
@@ -166,12 +166,14 @@ void read_sampling(FieldReader& fields, const ServingDefaults& defaults, const E
   sampling.min_p = static_cast<float>(fields.number("min_p", 0, 1).value_or(defaults.min_p));
   const std::optional<uint64_t> seed = fields.seed("seed");
   sampling.seed = seed ? *seed : random_u64();
+  sampling.seeded = seed.has_value();
   sampling.ignore_eos = fields.boolean("ignore_eos").value_or(false);
   read_max_tokens(fields, sampling);
   call.num_choices = static_cast<int32_t>(fields.integer("n", 1, kMaxChoices).value_or(1));
   constexpr int64_t kAnyPriority = std::numeric_limits<int32_t>::max();
   call.priority = static_cast<int32_t>(fields.integer("priority", -kAnyPriority, kAnyPriority).value_or(0));
   if (const std::string* salt = fields.string("cache_salt")) call.cache_salt = *salt;
+  call.speculative = fields.boolean("speculative").value_or(true);
 }
 
 void read_logit_edits(FieldReader& fields, const EngineInfo& info, const Tokenizer& tokenizer, ApiCall& call) {

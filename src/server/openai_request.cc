@@ -340,6 +340,7 @@ std::vector<Request> make_engine_requests(const ApiCall& call, const std::string
       request.sampling.seed = derived_seed(call.sampling.seed, choice);
       request.priority = call.priority;
       request.cache_salt = call.cache_salt;
+      request.speculative = call.speculative;
       request.constraint = make_call_constraint(call, tokenizer);
       requests.push_back(std::move(request));
     }

@@ -54,6 +54,7 @@ struct ApiCall {
   int32_t priority = 0;
   double timeout_seconds = 0;  // from the arrival of the call to its last token; 0: none
   std::string cache_salt;
+  bool speculative = true;
   std::vector<std::string> stops;
   bool include_stop = false;
   bool single_tool_call = false;

@@ -52,11 +52,16 @@ int64_t num_characters(std::string_view text) {
 }  // namespace
 
 Json usage_json(const Usage& usage) {
+  Json completion = Json::object({{"reasoning_tokens", usage.reasoning}});
+  if (usage.accepted_drafts + usage.rejected_drafts > 0) {
+    completion.set("accepted_prediction_tokens", usage.accepted_drafts);
+    completion.set("rejected_prediction_tokens", usage.rejected_drafts);
+  }
   return Json::object({{"prompt_tokens", usage.prompt},
                        {"completion_tokens", usage.completion},
                        {"total_tokens", usage.prompt + usage.completion},
                        {"prompt_tokens_details", Json::object({{"cached_tokens", usage.cached}})},
-                       {"completion_tokens_details", Json::object({{"reasoning_tokens", usage.reasoning}})}});
+                       {"completion_tokens_details", std::move(completion)}});
 }
 
 std::string sse_event(const Json& data) { return "data: " + data.dump() + "\n\n"; }

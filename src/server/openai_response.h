@@ -18,6 +18,7 @@ enum class ReasoningField { kReasoningContent, kReasoning, kBoth };  // the name
 
 struct Usage {
   int64_t prompt = 0, cached = 0, completion = 0, reasoning = 0;
+  int64_t accepted_drafts = 0, rejected_drafts = 0;  // shown if there were any
 };
 Json usage_json(const Usage& usage);
 

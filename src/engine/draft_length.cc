@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/draft_length.h"
+
+#include <algorithm>
+#include <cmath>
+#include <queue>
+
+namespace moat {
+namespace {
+
+// Rounds after which an observation counts half: some seconds of one reply.
+constexpr double kForget = 1.0 - 1.0 / 256;
+// Acceptance before anything is known: as often as not, so that drafting gets its chance.
+constexpr double kPriorHits = 2.0, kPriorTries = 3.0;
+// A step of n sequences without drafts is followed by a round that is tried all the same, at first soon, then ever more
+// seldom while trying keeps failing: a round costs up to some three steps, so 1 in 256 is about 1 %.
+constexpr int64_t kFirstProbe = 16, kLastProbe = 512;
+
+size_t log2_up(int64_t n) {
+  size_t bits = 0;
+  while ((int64_t{1} << bits) < n) ++bits;
+  return bits;
+}
+
+}  // namespace
+
+std::vector<int32_t> draft_lengths(const DraftPolicy& policy, const Drafts& drafts, std::span<const int32_t> limits) {
+  std::vector<int32_t> there(limits.size());  // drafts that may be verified
+  for (size_t s = 0; s < limits.size(); ++s) {
+    while (there[s] < limits[s] && there[s] < drafts.width &&
+           drafts.ids[s * static_cast<size_t>(drafts.width) + static_cast<size_t>(there[s])] >= 0) {
+      ++there[s];
+    }
+  }
+  if (!policy.automatic) return there;
+
+  struct Candidate {
+    double survival;  // chance that this draft and all before it are accepted
+    int32_t position;
+    int32_t sequence;
+    // Best first; of equals the earlier position, so that a sequence's drafts come in order.
+    bool operator<(const Candidate& o) const {
+      if (survival != o.survival) return survival < o.survival;
+      if (position != o.position) return position > o.position;
+      return sequence > o.sequence;
+    }
+  };
+  const auto survival = [&](double before, size_t s, int32_t k) {
+    const auto position = static_cast<size_t>(k);
+    const bool confident = !drafts.confidence.empty();
+    const double chance = confident ? drafts.confidence[s * static_cast<size_t>(drafts.width) + position] : 1.0;
+    return before * std::clamp(chance * policy.factor[position], 0.0, 1.0);
+  };
+  std::priority_queue<Candidate> queue;
+  for (size_t s = 0; s < limits.size(); ++s) {
+    if (there[s] > 0) queue.push({survival(1.0, s, 0), 0, static_cast<int32_t>(s)});
+  }
+  std::vector<int32_t> lengths(limits.size(), 0);
+  double tokens = static_cast<double>(policy.num_decodes);
+  double best = tokens / (policy.seconds + policy.draft_seconds);
+  for (int64_t rows = 1; !queue.empty(); ++rows) {
+    const Candidate c = queue.top();
+    queue.pop();
+    tokens += c.survival;
+    const double rate =
+        tokens / (policy.seconds + policy.draft_seconds + static_cast<double>(rows) * policy.seconds_per_draft);
+    if (rate <= best) break;
+    best = rate;
+    const auto s = static_cast<size_t>(c.sequence);
+    ++lengths[s];
+    if (lengths[s] < there[s]) queue.push({survival(c.survival, s, lengths[s]), lengths[s], c.sequence});
+  }
+  return lengths;
+}
+
+DraftLength::DraftLength(int64_t max_drafts, int64_t fixed, bool has_confidence)
+    : max_drafts_(max_drafts),
+      fixed_(std::min(fixed, max_drafts)),
+      has_confidence_(has_confidence),
+      rates_(static_cast<size_t>(max_drafts)),
+      probe_interval_(kFirstProbe) {}
+
+std::vector<double> DraftLength::acceptance() const {
+  std::vector<double> out;
+  for (const Rate& rate : rates_) out.push_back((rate.hits + kPriorHits) / (rate.tries + kPriorTries));
+  return out;
+}
+
+// Of the nearest number of sequences that was measured, in proportion beyond it.
+double DraftLength::draft_seconds(int64_t num_seqs) const {
+  const size_t wanted = log2_up(num_seqs);
+  for (size_t distance = 0; distance < draft_seconds_.size() + wanted + 1; ++distance) {
+    if (wanted >= distance && wanted - distance < draft_seconds_.size() && draft_seconds_[wanted - distance] > 0) {
+      return draft_seconds_[wanted - distance] * std::exp2(static_cast<double>(distance));
+    }
+    if (wanted + distance < draft_seconds_.size() && draft_seconds_[wanted + distance] > 0) {
+      return draft_seconds_[wanted + distance];
+    }
+  }
+  return 0;
+}
+
+int64_t DraftLength::max_drafts(int64_t num_decodes, double context, const StepCost& cost) {
+  if (max_drafts_ == 0 || num_decodes == 0) return 0;
+  if (fixed_ > 0) return fixed_;
+  const auto seqs = static_cast<double>(num_decodes);
+  const auto step_seconds = [&](int64_t drafts) {
+    const int64_t rows = num_decodes * (1 + drafts);
+    return cost.seconds(rows, static_cast<double>(rows) * context, 0);
+  };
+  const std::vector<double> accept = acceptance();
+  double best = seqs / step_seconds(0);
+  int64_t best_drafts = 0;
+  double tokens = 1;
+  double survival = 1;
+  for (int64_t drafts = 1; drafts <= max_drafts_; ++drafts) {
+    survival *= accept[static_cast<size_t>(drafts - 1)];
+    tokens += survival;
+    const double rate = seqs * tokens / (step_seconds(drafts) + draft_seconds(num_decodes));
+    if (rate > best) {
+      best = rate;
+      best_drafts = drafts;
+    }
+  }
+  if (best_drafts == 0) {
+    if (++steps_without_ < probe_interval_) return 0;
+    probe_interval_ = std::min(2 * probe_interval_, kLastProbe);
+    best_drafts = 1;
+  } else {
+    probe_interval_ = kFirstProbe;
+  }
+  // Confidences say where a sequence can use more than the average one.
+  return has_confidence_ ? std::min(best_drafts + 2, max_drafts_) : best_drafts;
+}
+
+DraftPolicy DraftLength::policy(const StepPlan& plan, const StepCost& cost) const {
+  DraftPolicy policy;
+  if (fixed_ > 0) return policy;
+  policy.automatic = true;
+  int64_t rows = 0;
+  int64_t drafts = 0;
+  int64_t drafted_seqs = 0;
+  double decode_pairs = 0, prefill_pairs = 0, draft_pairs = 0;
+  for (size_t s = 0; s < plan.sequences.size(); ++s) {
+    const double n = plan.num_tokens[s];
+    (static_cast<int64_t>(s) < plan.num_decode_seqs ? decode_pairs : prefill_pairs) +=
+        n * (plan.first_positions[s] + n / 2);
+    rows += plan.num_tokens[s];
+    policy.num_decodes += plan.wants_token[s];
+    drafts += plan.num_drafts[s];
+    drafted_seqs += plan.num_drafts[s] > 0;
+    draft_pairs += static_cast<double>(plan.num_drafts[s]) * plan.first_positions[s];
+  }
+  policy.seconds = cost.seconds(rows, decode_pairs, prefill_pairs);
+  // A straight line to what all of them cost: the curve has steps, and stopping at the first would stop too soon.
+  const double whole = cost.seconds(rows + drafts, decode_pairs + draft_pairs, prefill_pairs);
+  policy.seconds_per_draft = drafts > 0 ? std::max(0.0, whole - policy.seconds) / static_cast<double>(drafts) : 0.0;
+  policy.draft_seconds = draft_seconds(drafted_seqs);
+  for (size_t k = 0; k < rates_.size(); ++k) {
+    const Rate& rate = rates_[k];
+    // Without confidences the measured acceptance; with them, what makes their mean the measured one.
+    policy.factor.push_back(static_cast<float>(has_confidence_ ? (rate.hits + kPriorHits) / (rate.promised + kPriorHits)
+                                                               : acceptance()[k]));
+  }
+  return policy;
+}
+
+void DraftLength::observe(const StepPlan& plan, const StepResult& result) {
+  int64_t seqs = 0;
+  for (const int32_t drafts : plan.num_drafts) seqs += drafts > 0;
+  if (seqs == 0) return;
+  steps_without_ = 0;
+  const size_t bucket = log2_up(seqs);
+  if (bucket >= draft_seconds_.size()) draft_seconds_.resize(bucket + 1, 0.0);
+  double& seconds = draft_seconds_[bucket];
+  seconds = seconds == 0 ? result.draft_seconds : seconds + 0.1 * (result.draft_seconds - seconds);
+  for (const StepResult::Row& row : result.rows) {
+    const auto accepted = static_cast<int64_t>(row.tokens.size()) - 1;
+    // Judged are the accepted ones and the first that was not.
+    for (int64_t k = 0; k < std::min<int64_t>(row.num_drafts, accepted + 1); ++k) {
+      Rate& rate = rates_[static_cast<size_t>(k)];
+      const double promise = row.confidence.empty() ? 1.0 : row.confidence[static_cast<size_t>(k)];
+      rate = {.hits = kForget * rate.hits + (k < accepted ? 1.0 : 0.0),
+              .tries = kForget * rate.tries + 1.0,
+              .promised = kForget * rate.promised + promise};
+    }
+  }
+}
+
+}  // namespace moat

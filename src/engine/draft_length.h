@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// How many drafts a step verifies. A draft is worth its chance of being accepted and costs a row; what is maximised is
+// expected tokens over expected time, for all sequences of the step together.
+//
+// Two decisions, made so that neither can bias the reply (docs/design/dspark.md sections 1.7 and 3.5):
+//   before drafting, how many at most and whether at all: from earlier rounds alone, so any maximum may be looked for;
+//   after it, which ones: best first, by the product of a sequence's confidences so far, until the first that lowers
+//     tokens over time. Whether draft k is verified then depends on drafts before k alone, never on k or later ones.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/drafter.h"
+#include "engine/step_plan.h"
+#include "plan/step_cost.h"
+
+namespace moat {
+
+// For each sequence how many of its drafts are verified, at most limits[s]: all that there are if !policy.automatic.
+std::vector<int32_t> draft_lengths(const DraftPolicy& policy, const Drafts& drafts, std::span<const int32_t> limits);
+
+// Learns from rounds and decides before them. One thread.
+class DraftLength {
+ public:
+  DraftLength() = default;
+  // max_drafts: what the drafter can. fixed > 0: always so many; else as many as pay.
+  DraftLength(int64_t max_drafts, int64_t fixed, bool has_confidence);
+
+  // Drafts a sequence for a step in which `num_decodes` sequences decode with `context` cached tokens on average.
+  // 0: drafting is not expected to pay, or nothing is known yet and this is not the time to try.
+  int64_t max_drafts(int64_t num_decodes, double context, const StepCost& cost);
+
+  // What the plan's drafts are cut by.
+  DraftPolicy policy(const StepPlan& plan, const StepCost& cost) const;
+
+  // After the step.
+  void observe(const StepPlan& plan, const StepResult& result);
+
+  // Chance that the draft at each position is accepted if those before it were, as measured. [max_drafts]
+  std::vector<double> acceptance() const;
+
+ private:
+  double draft_seconds(int64_t num_seqs) const;
+
+  struct Rate {  // with older rounds counting less and less
+    double hits = 0, tries = 0, promised = 0;
+  };
+  int64_t max_drafts_ = 0;
+  int64_t fixed_ = 0;
+  bool has_confidence_ = false;
+  std::vector<Rate> rates_;            // [max_drafts]
+  std::vector<double> draft_seconds_;  // [log2 of the sequences, rounded up]; 0: not measured
+  int64_t steps_without_ = 0;          // since the last round with drafts
+  int64_t probe_interval_ = 0;         // steps without drafts after which a round is tried all the same
+};
+
+}  // namespace moat
