@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The list of every op: one line an op, families in alphabetical order.
+#include "ops/accept.h"
 #include "ops/edit.h"
 #include "ops/kda.h"
 #include "ops/kda_verify.h"
@@ -9,11 +10,14 @@
 #include "ops/norm.h"
 #include "ops/pointwise.h"
 #include "ops/sample.h"
+#include "ops/sparse.h"
 #include "ops/typed_op.h"
 
 namespace moat {
 
 std::span<const AnyOp* const> all_ops() {
+  static const TypedOp match_drafts(kMatchDrafts);
+  static const TypedOp accept_drafts(kAcceptDrafts);
   static const TypedOp copy(kCopy);
   static const TypedOp mask_logits(kMaskLogits);
   static const TypedOp apply_penalties(kApplyPenalties);
@@ -49,19 +53,15 @@ std::span<const AnyOp* const> all_ops() {
   static const TypedOp draw(kDraw);
   static const TypedOp argmax(kArgmax);
   static const TypedOp logprobs(kLogprobs);
+  static const TypedOp top_k_probs(kTopKProbs);
+  static const TypedOp draw_compact(kDrawCompact);
   static const AnyOp* const ops[] = {
-      &copy,           &mask_logits,  &apply_penalties,
-      &bias_logits,    &short_conv,   &kda_gate,
-      &kda_recurrent,  &kda_chunked,  &kda_verify,
-      &kda_commit,     &conv_commit,  &matmul,
-      &head_matmul,    &mla_kv_write, &mla_decode,
-      &mla_prefill,    &router_topk,  &moe_dispatch,
-      &grouped_matmul, &moe_combine,  &rms_norm,
-      &gated_rms_norm, &l2_norm,      &attn_res_mix,
-      &embed,          &add,          &gated_act,
-      &sigmoid_gate,   &softmax,      &top_k_renorm,
-      &top_p_renorm,   &min_p_renorm, &draw,
-      &argmax,         &logprobs,
+      &match_drafts, &accept_drafts, &copy,           &mask_logits,  &apply_penalties, &bias_logits,  &short_conv,
+      &kda_gate,     &kda_recurrent, &kda_chunked,    &kda_verify,   &kda_commit,      &conv_commit,  &matmul,
+      &head_matmul,  &mla_kv_write,  &mla_decode,     &mla_prefill,  &router_topk,     &moe_dispatch, &grouped_matmul,
+      &moe_combine,  &rms_norm,      &gated_rms_norm, &l2_norm,      &attn_res_mix,    &embed,        &add,
+      &gated_act,    &sigmoid_gate,  &softmax,        &top_k_renorm, &top_p_renorm,    &min_p_renorm, &draw,
+      &argmax,       &logprobs,      &top_k_probs,    &draw_compact,
   };
   return ops;
 }
