@@ -12,6 +12,7 @@
 #include "base/json.h"
 #include "base/status.h"
 #include "model/config.h"
+#include "ops/draft.h"
 
 namespace moat {
 
@@ -21,11 +22,6 @@ enum class TapStream : uint8_t {
   kPrefix,   // the running sum of the layer's own block
 };
 enum class MarkovKind : uint8_t { kNone, kVanilla, kGated, kRnn };
-enum class RopeLayout : uint8_t {
-  kHalves,  // component i turns with i + width / 2 (NeoX)
-  kPairs,   // component 2 i turns with 2 i + 1 (interleaved)
-};
-
 // Rotary positions: angle of component i at position p is p * inv_freq[i], in f32.
 struct DraftRope {
   RopeLayout layout = RopeLayout::kHalves;
