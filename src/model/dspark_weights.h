@@ -46,29 +46,37 @@ struct DsparkWeights {
   std::vector<int32_t> target_ids;     // [draft vocab], distinct; empty: draft ids are the target's
 };
 
-// One tensor of a drafter's checkpoint.
+// What becomes of a checkpoint tensor.
+enum class DraftPart : uint8_t {
+  kAdopt,    // used as stored
+  kToF32,    // converted
+  kStacked,  // rows of context_kv from stack_row on
+  kIdMap,    // d2t: becomes target_ids
+  kIgnored,  // t2d: says what d2t says
+};
+
 struct DraftWeightSpec {
   std::vector<std::string> names;  // accepted, each also after "model."; the first is the release's
   Dims shape;
   std::vector<DType> dtypes;  // accepted; the first is the release's
-  bool to_f32 = false;        // converted, else used as stored
-  bool optional = false;      // may be absent
-  Tensor* dest = nullptr;     // in the DsparkWeights given; null: read by nothing (t2d), or by the loader (d2t)
-  int64_t stack_row = -1;     // >= 0: copied into context_kv from this row on
+  DraftPart part = DraftPart::kAdopt;
+  Tensor* dest = nullptr;  // in the DsparkWeights given: of kAdopt and kToF32
+  int64_t stack_row = 0;
+  bool optional = false;  // may be absent
 };
 
 // Sizes `weights` for `config` and returns one spec a tensor, in forward order. `weights` must outlive the table.
 std::vector<DraftWeightSpec> draft_weight_table(const DsparkConfig& config, DsparkWeights& weights);
 
-// Tensors and parameters of a drafter as the table has it, without and with its optional tensors (embed, lm_head).
+// Tensors and parameters of a drafter as the table has them; d2t and t2d are tensors without parameters.
 struct DraftSize {
   int64_t tensors = 0;
-  int64_t parameters = 0;  // d2t and t2d are none
+  int64_t parameters = 0;
 };
-enum class OptionalTensors : uint8_t { kLeaveOut, kEmbed, kAll };
-DraftSize draft_size(const DsparkConfig& config, OptionalTensors optional);
+enum class OwnVocabulary : uint8_t { kNone, kEmbed, kEmbedAndHead };  // what a checkpoint has of its own
+DraftSize draft_size(const DsparkConfig& config, OwnVocabulary own);
 
-// Shapes without data for every weight that is not optional: enough for dry passes.
+// Shapes without data for every weight that is not optional: enough for dry passes on a machine without checkpoint.
 void shape_draft_weights(const DsparkConfig& config, DsparkWeights& weights);
 
 struct DraftLoadReport {
