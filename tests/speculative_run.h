@@ -106,7 +106,8 @@ class SpeculativeRun {
                                 {.rows = caches_.draft_rows(), .block_size = sizes_.block_size});
   }
 
-  Round round(const Numbers& numbers = {}, int64_t num_drafts = 0) {
+  Round round() { return round(Numbers()); }
+  Round round(const Numbers& numbers, int64_t num_drafts = 0) {
     const ArenaScope scope(arena_);
     if (num_drafts == 0) num_drafts = draft_model_.config().block_size;
     const DraftRoundOutput proposed = propose(num_drafts, numbers.draft);

@@ -11,12 +11,13 @@ namespace moat {
 
 // The rows of all sequences, as they stand in the logits.
 struct Sampler::Rows {
-  std::vector<SampleRow> rows;                 // [rows]
-  std::vector<int32_t> begins;                 // [seqs], first row of each sequence
-  std::vector<int32_t> num_drafts;             // [seqs], to be judged: cut where a draft ends the reply
-  std::vector<std::vector<uint32_t>> allowed;  // bits that `rows` view
-  std::vector<SampledRow> results;             // [rows], of rows whose token is part of the outcome
-  std::vector<int32_t> accepted;               // [seqs]
+  std::vector<SampleRow> rows;                  // [rows]
+  std::vector<int32_t> begins;                  // [seqs], first row of each sequence
+  std::vector<int32_t> num_drafts;              // [seqs], to be judged: cut where a draft ends the reply
+  std::vector<std::vector<uint32_t>> allowed;   // bits that `rows` view
+  std::vector<std::vector<int32_t>> histories;  // tokens with drafts, likewise
+  std::vector<SampledRow> results;              // [rows], of rows whose token is part of the outcome
+  std::vector<int32_t> accepted;                // [seqs]
 };
 
 namespace {
@@ -93,10 +94,7 @@ void Sampler::match(Exec& exec, const Tensor& logits, std::span<const VerifySequ
     members.push_back(static_cast<int32_t>(s));
     for (int32_t k = 0; k <= r.num_drafts[s]; ++k) {
       list.push_back(r.begins[s] + k);
-      drafts.push_back(
-          k < r.num_drafts[s]
-              ? sequences[s].tokens[sequences[s].tokens.size() - static_cast<size_t>(sequences[s].num_drafts - k)]
-              : -1);
+      drafts.push_back(k < r.num_drafts[s] ? sequences[s].drafts[static_cast<size_t>(k)] : -1);
     }
     cu_rows.push_back(static_cast<int32_t>(list.size()));
   }

@@ -29,8 +29,8 @@ struct DTypeName {
   const char* name;
   DType dtype;
 };
-// F8_E8M0 is how newer writers name the scale bytes that the release stores as U8: the same bytes.
-constexpr std::array<DTypeName, 8> kDTypeNames = {{
+// F8_E8M0 is how newer writers name the scale bytes that the release stores as U8: the same bytes. BOOL is a byte, too.
+constexpr std::array<DTypeName, 9> kDTypeNames = {{
     {"F32", DType::kF32},
     {"BF16", DType::kBF16},
     {"F16", DType::kF16},
@@ -39,6 +39,7 @@ constexpr std::array<DTypeName, 8> kDTypeNames = {{
     {"I64", DType::kI64},
     {"U8", DType::kU8},
     {"F8_E8M0", DType::kU8},
+    {"BOOL", DType::kU8},
 }};
 
 std::string shown_name(std::string_view name) {
@@ -71,7 +72,7 @@ Status read_dtype(const std::string& name, const Json& value, SafetensorsEntry& 
       return {};
     }
   }
-  return unsupported("tensor {}: dtype {}, expected one of F32 BF16 F16 F64 I32 I64 U8 F8_E8M0", name,
+  return unsupported("tensor {}: dtype {}, expected one of F32 BF16 F16 F64 I32 I64 U8 F8_E8M0 BOOL", name,
                      shown_name(value.as_string()));
 }
 

@@ -18,8 +18,7 @@ namespace moat {
 
 struct SafetensorsEntry {
   std::string name;
-  DType dtype =
-      DType::kF32;  // BOOL, F8_E4M3 and other types that moat has no use for are refused with the tensor's name
+  DType dtype = DType::kF32;  // BOOL is read as kU8; F8_E4M3 and others that moat has no use for are refused by name
   Dims dims;
   uint64_t begin = 0, end = 0;  // bytes in the file, absolute
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The list of every op: one line an op, families in alphabetical order.
 #include "ops/accept.h"
+#include "ops/draft.h"
 #include "ops/edit.h"
 #include "ops/kda.h"
 #include "ops/kda_verify.h"
@@ -18,6 +19,12 @@ namespace moat {
 std::span<const AnyOp* const> all_ops() {
   static const TypedOp match_drafts(kMatchDrafts);
   static const TypedOp accept_drafts(kAcceptDrafts);
+  static const TypedOp norm_rope(kNormRope);
+  static const TypedOp block_attention(kBlockAttention);
+  static const TypedOp markov_gate(kMarkovGate);
+  static const TypedOp markov_cell(kMarkovCell);
+  static const TypedOp confidence(kConfidence);
+  static const TypedOp scatter_probs(kScatterProbs);
   static const TypedOp copy(kCopy);
   static const TypedOp mask_logits(kMaskLogits);
   static const TypedOp apply_penalties(kApplyPenalties);
@@ -56,12 +63,51 @@ std::span<const AnyOp* const> all_ops() {
   static const TypedOp top_k_probs(kTopKProbs);
   static const TypedOp draw_compact(kDrawCompact);
   static const AnyOp* const ops[] = {
-      &match_drafts, &accept_drafts, &copy,           &mask_logits,  &apply_penalties, &bias_logits,  &short_conv,
-      &kda_gate,     &kda_recurrent, &kda_chunked,    &kda_verify,   &kda_commit,      &conv_commit,  &matmul,
-      &head_matmul,  &mla_kv_write,  &mla_decode,     &mla_prefill,  &router_topk,     &moe_dispatch, &grouped_matmul,
-      &moe_combine,  &rms_norm,      &gated_rms_norm, &l2_norm,      &attn_res_mix,    &embed,        &add,
-      &gated_act,    &sigmoid_gate,  &softmax,        &top_k_renorm, &top_p_renorm,    &min_p_renorm, &draw,
-      &argmax,       &logprobs,      &top_k_probs,    &draw_compact,
+      &match_drafts,
+      &accept_drafts,
+      &norm_rope,
+      &block_attention,
+      &markov_gate,
+      &markov_cell,
+      &confidence,
+      &scatter_probs,
+      &copy,
+      &mask_logits,
+      &apply_penalties,
+      &bias_logits,
+      &short_conv,
+      &kda_gate,
+      &kda_recurrent,
+      &kda_chunked,
+      &kda_verify,
+      &kda_commit,
+      &conv_commit,
+      &matmul,
+      &head_matmul,
+      &mla_kv_write,
+      &mla_decode,
+      &mla_prefill,
+      &router_topk,
+      &moe_dispatch,
+      &grouped_matmul,
+      &moe_combine,
+      &rms_norm,
+      &gated_rms_norm,
+      &l2_norm,
+      &attn_res_mix,
+      &embed,
+      &add,
+      &gated_act,
+      &sigmoid_gate,
+      &softmax,
+      &top_k_renorm,
+      &top_p_renorm,
+      &min_p_renorm,
+      &draw,
+      &argmax,
+      &logprobs,
+      &top_k_probs,
+      &draw_compact,
   };
   return ops;
 }
