@@ -88,9 +88,12 @@ Sampler::Rows Sampler::expand(std::span<const VerifySequence> sequences) const {
 
 // Sequences whose tokens are those of sample(): chosen row by row, and kept while they are the drafts.
 void Sampler::match(Exec& exec, const Tensor& logits, std::span<const VerifySequence> sequences, Rows& r) const {
-  RowList list, members, cu_rows = {0}, drafts;
+  RowList chosen_rows;                           // of all of them
+  RowList members, list, cu_rows = {0}, drafts;  // of those with drafts
   for (size_t s = 0; s < sequences.size(); ++s) {
     if (is_law_verified(sequences[s]) && !exec.dry()) continue;
+    for (int32_t k = 0; k <= r.num_drafts[s]; ++k) chosen_rows.push_back(r.begins[s] + k);
+    if (sequences[s].drafts.empty()) continue;
     members.push_back(static_cast<int32_t>(s));
     for (int32_t k = 0; k <= r.num_drafts[s]; ++k) {
       list.push_back(r.begins[s] + k);
@@ -98,8 +101,8 @@ void Sampler::match(Exec& exec, const Tensor& logits, std::span<const VerifySequ
     }
     cu_rows.push_back(static_cast<int32_t>(list.size()));
   }
+  choose(exec, logits, chosen_rows, r.rows, r.results);
   if (members.empty()) return;
-  choose(exec, logits, list, r.rows, r.results);
   const ArenaScope scope(exec.arena());
   const auto count = static_cast<int64_t>(members.size());
   const Tensor chosen = exec.arena().alloc(DType::kI32, {static_cast<int64_t>(list.size())});
