@@ -160,5 +160,216 @@ TEST(Golden, AcceptedCountsOfEveryRound) {
              1 + static_cast<double>(accepted) / static_cast<double>(rounds), differing);
 }
 
+// --- the engine: with drafts = without ---
+
+struct EngineUnderTest {
+  EngineParts parts;
+  explicit EngineUnderTest(EngineOptions options) {
+    options.drafter = models().drafter.get();
+    options.max_model_len = 1024;
+    options.max_num_seqs = 16;
+    options.block_size = 16;
+    options.memory_bytes = int64_t{2} << 30;
+    auto made = make_engine_parts(*models().target, options, models().pool);
+    EXPECT_TRUE(made.ok()) << made.status().message();
+    if (made.ok()) parts = std::move(made).value();
+  }
+};
+
+struct Ask {
+  std::vector<int32_t> prompt;
+  SamplingParams sampling;
+  bool speculative = true;
+  int64_t cancel_after = -1;  // tokens
+};
+
+struct Outcome {
+  std::vector<std::vector<int32_t>> replies;
+  std::vector<std::vector<SampledToken>> tokens;
+  SchedulerStats stats;
+  int64_t restored = 0;
+};
+
+// All asks at once, in a pool of `blocks` (0: all there are). `fixed`: drafts a round; -1: as many as pay; 0: none.
+Outcome run_all(EngineParts& parts, const std::vector<Ask>& asks, int64_t fixed, int64_t blocks = 0) {
+  CacheSizes sizes = parts.capacity.cache;
+  if (blocks > 0) sizes.num_blocks = std::min(blocks, sizes.num_blocks);
+  Scheduler scheduler(parts.scheduler_options, sizes, parts.ledger_options);
+  parts.draft_length = fixed == 0 ? DraftLength() : DraftLength(7, std::max<int64_t>(fixed, 0), true);
+  Stepper stepper(parts, scheduler);
+  Outcome out;
+  out.replies.resize(asks.size());
+  out.tokens.resize(asks.size());
+  for (size_t i = 0; i < asks.size(); ++i) {
+    Request request;
+    request.prompt_ids = asks[i].prompt;
+    request.sampling = asks[i].sampling;
+    request.speculative = asks[i].speculative;
+    scheduler.add(i + 1, std::move(request));
+  }
+  StepPlan plan;
+  std::vector<SequenceEvent> events;
+  while (!scheduler.idle()) {
+    stepper.schedule(plan, events, 0);
+    if (!plan.empty()) stepper.run(plan, events);
+    scheduler.check_invariants();
+    for (const SequenceEvent& e : events) {
+      const size_t i = e.sequence - 1;
+      EXPECT_NE(e.event.finish, FinishReason::kError) << e.event.error.message();
+      for (const SampledToken& t : e.event.tokens) {
+        out.replies[i].push_back(t.token_id);
+        out.tokens[i].push_back(t);
+      }
+      const auto size = static_cast<int64_t>(out.replies[i].size());
+      if (asks[i].cancel_after >= 0 && size >= asks[i].cancel_after) scheduler.cancel(e.sequence);
+    }
+    events.clear();
+  }
+  out.stats = scheduler.stats();
+  out.restored = scheduler.ledger().restored_total();
+  EXPECT_EQ(scheduler.ledger().blocks_used(), 0);
+  return out;
+}
+
+std::vector<Ask> golden_asks(size_t count, const SamplingParams& sampling) {
+  std::vector<Ask> asks;
+  for (const size_t i : chosen_prompts(count)) {
+    Ask& ask = asks.emplace_back();
+    ask.prompt = golden_prompts()[i].prompt;
+    ask.sampling = sampling;
+    ask.sampling.max_tokens = 128;
+    ask.sampling.seed = 1000 + i;
+  }
+  return asks;
+}
+
+// A cancelled request may have got further with drafts than without, or less far: what both have must agree.
+void expect_same(const Outcome& got, const Outcome& want, const std::vector<Ask>& asks, const char* what) {
+  for (size_t i = 0; i < asks.size(); ++i) {
+    std::vector<int32_t> a = got.replies[i], b = want.replies[i];
+    if (asks[i].cancel_after >= 0) {
+      const size_t common = std::min(a.size(), b.size());
+      a.resize(common);
+      b.resize(common);
+    }
+    EXPECT_EQ(a, b) << what << ", prompt " << i;
+  }
+}
+
+SamplingParams greedy() { return {.temperature = 0.0F}; }
+SamplingParams seeded() { return {.temperature = 0.8F, .top_p = 0.95F, .seeded = true}; }
+
+class OnEqualsOff : public ::testing::TestWithParam<bool> {
+ protected:
+  // One by one without drafts; then with drafts one by one, 16 together, in a pool that is too small for them, and with
+  // cancels and requests that want no drafts in between.
+  void check(const SamplingParams& sampling, size_t count) {
+    EngineUnderTest engine({.deterministic = GetParam()});
+    const std::vector<Ask> asks = golden_asks(count, sampling);
+    std::vector<Ask> one(1);
+    Outcome plain;
+    SchedulerStats alone;
+    for (const Ask& ask : asks) {
+      one[0] = ask;
+      plain.replies.push_back(run_all(engine.parts, one, 0).replies[0]);
+      const Outcome drafted = run_all(engine.parts, one, 7);
+      EXPECT_EQ(drafted.replies[0], plain.replies.back()) << "alone";
+      alone.draft_rounds += drafted.stats.draft_rounds;
+      alone.accepted_tokens += drafted.stats.accepted_tokens;
+    }
+    expect_same(run_all(engine.parts, asks, 7), plain, asks, "together");
+    const Outcome automatic = run_all(engine.parts, asks, -1);
+    expect_same(automatic, plain, asks, "together, as many drafts as pay");
+    // Long replies, so that sequences outgrow what they were admitted with.
+    std::vector<Ask> long_asks = asks;
+    for (Ask& ask : long_asks) ask.sampling.ignore_eos = true;
+    const Outcome tight = run_all(engine.parts, long_asks, 7, 72);
+    expect_same(tight, run_all(engine.parts, long_asks, 0), long_asks, "in a small pool");
+    EXPECT_GT(tight.stats.preemptions, 0);
+    std::vector<Ask> disturbed = asks;
+    for (size_t i = 0; i < disturbed.size(); ++i) {
+      if (i % 5 == 2) disturbed[i].cancel_after = static_cast<int64_t>(i % 20);
+      disturbed[i].speculative = i % 4 != 1;
+    }
+    expect_same(run_all(engine.parts, disturbed, 5, 96), plain, disturbed, "with cancels and plain requests");
+    fmt::print("{} prompts, {:.2f} tokens a round alone; {} preemptions in the small pool\n", asks.size(),
+               1 + static_cast<double>(alone.accepted_tokens) / static_cast<double>(alone.draft_rounds),
+               tight.stats.preemptions);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Forms, OnEqualsOff, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Deterministic" : "Default"; });
+
+TEST_P(OnEqualsOff, Greedy) { check(greedy(), 16); }
+TEST_P(OnEqualsOff, SeededAtTemperature) { check(seeded(), 16); }
+
+// The same conversation again, longer by its reply and a new message: the prefix is restored, and so is the drafter's
+// context, which lives in the same blocks.
+TEST_P(OnEqualsOff, T16_SecondTurnsAfterAPrefixHit) {
+  EngineUnderTest engine({.deterministic = GetParam()});
+  std::vector<Ask> first = golden_asks(12, greedy());
+  for (size_t i = 0; i + 1 < first.size(); ++i) {  // longer prompts: three conversations one after the other
+    for (size_t j = 1; j < 3; ++j) {
+      const std::vector<int32_t>& more = golden_prompts()[i + j].prompt;
+      first[i].prompt.insert(first[i].prompt.end(), more.begin(), more.end());
+    }
+  }
+  const auto second_turn = [&](const Outcome& one) {
+    std::vector<Ask> asks = first;
+    for (size_t i = 0; i < asks.size(); ++i) {
+      asks[i].prompt.insert(asks[i].prompt.end(), one.replies[i].begin(), one.replies[i].end());
+      asks[i].prompt.insert(asks[i].prompt.end(), golden_prompts()[0].prompt.begin(), golden_prompts()[0].prompt.end());
+    }
+    return asks;
+  };
+  // Both turns through one scheduler, so that the second finds what the first left.
+  const auto both = [&](int64_t fixed, bool restore, SchedulerStats& stats) {
+    Scheduler scheduler(engine.parts.scheduler_options, engine.parts.capacity.cache, engine.parts.ledger_options);
+    engine.parts.draft_length = fixed == 0 ? DraftLength() : DraftLength(7, fixed, true);
+    Stepper stepper(engine.parts, scheduler);
+    Outcome turns[2];
+    for (int turn = 0; turn < 2; ++turn) {
+      const std::vector<Ask> asks = turn == 0 ? first : second_turn(turns[0]);
+      turns[turn].replies.resize(asks.size());
+      const SequenceId base = static_cast<SequenceId>(1 + turn * 1000);
+      for (size_t i = 0; i < asks.size(); ++i) {
+        Request request;
+        request.prompt_ids = asks[i].prompt;
+        request.sampling = asks[i].sampling;
+        request.restore_prefix = restore;
+        scheduler.add(base + i, std::move(request));
+      }
+      const SchedulerStats before = scheduler.stats();
+      StepPlan plan;
+      std::vector<SequenceEvent> events;
+      while (!scheduler.idle()) {
+        stepper.schedule(plan, events, 0);
+        stepper.run(plan, events);
+        for (const SequenceEvent& e : events) {
+          for (const SampledToken& t : e.event.tokens) turns[turn].replies[e.sequence - base].push_back(t.token_id);
+        }
+        events.clear();
+      }
+      stats = scheduler.stats();
+      stats.draft_rounds -= before.draft_rounds;
+      stats.accepted_tokens -= before.accepted_tokens;
+    }
+    return turns[1].replies;
+  };
+  SchedulerStats plain, warm, cold;
+  const auto want = both(0, true, plain);
+  const auto got = both(7, true, warm);
+  const auto fresh = both(7, false, cold);
+  EXPECT_EQ(got, want);
+  EXPECT_EQ(fresh, want);
+  EXPECT_GT(warm.cached_prompt_tokens, 0);
+  const auto length = [](const SchedulerStats& s) {
+    return 1 + static_cast<double>(s.accepted_tokens) / static_cast<double>(s.draft_rounds);
+  };
+  fmt::print("second turns: {} of {} prompt tokens cached; {:.3f} tokens a round, {:.3f} without restoring\n",
+             warm.cached_prompt_tokens, warm.admitted_prompt_tokens, length(warm), length(cold));
+  EXPECT_NEAR(length(warm), length(cold), 0.02 * length(cold));
+}
+
 }  // namespace
 }  // namespace moat
