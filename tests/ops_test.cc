@@ -10,6 +10,7 @@
 #include <map>
 
 #include "model/safetensors.h"
+#include "ops/accept.h"
 #include "ops/kda.h"
 #include "ops/matmul.h"
 #include "ops/mla.h"
@@ -17,6 +18,7 @@
 #include "ops/norm.h"
 #include "ops/pointwise.h"
 #include "ops/sample.h"
+#include "ops/sparse.h"
 #include "ops/typed_op.h"
 
 namespace moat {
@@ -544,6 +546,78 @@ TEST_F(Golden, Filter) {
     chain(0.7F, 50, 0.9F, "filter.t0.7_k50_p0.9");
     chain(1.0F, 200, 0.95F, "filter.t1.0_p0.95");
   }
+}
+
+// Target rows of the verification goldens as compact rows; entries that are zero are left out.
+struct CompactGolden {
+  std::vector<int32_t> ids, counts;
+  std::vector<float> probs;
+
+  explicit CompactGolden(const Tensor& dense) : ids(dense.count(), -1), probs(dense.count()) {
+    for (int64_t r = 0; r < dense.dim(0); ++r) {
+      size_t at = static_cast<size_t>(r * dense.dim(1));
+      for (int64_t v = 0; v < dense.dim(1); ++v) {
+        if (dense.row(r)[v] == 0) continue;
+        ids[at] = static_cast<int32_t>(v);
+        probs[at++] = dense.row(r)[v];
+      }
+      counts.push_back(static_cast<int32_t>(static_cast<int64_t>(at) - r * dense.dim(1)));
+    }
+  }
+  CompactRows rows(const Tensor& dense) {
+    return {.ids = make_tensor(ids.data(), DType::kI32, dense.dims),
+            .probs = make_tensor(probs.data(), DType::kF32, dense.dims),
+            .counts = make_tensor(counts.data(), DType::kI32, {dense.dim(0)})};
+  }
+};
+
+TEST_F(Golden, Verify) {
+  constexpr int64_t kCases = 64, kDrafts = 5, kVocab = 12, kRows = kCases * (kDrafts + 1);
+  const Tensor p = get("verify.p").reshape({kRows, kVocab});
+  // Drafts, uniforms and draft rows get the last row of each sequence, which nobody reads.
+  const Tensor q = f32({kRows, kVocab});
+  std::vector<int32_t> drafts(kRows, 1 << 20), cu_rows = {0};
+  std::vector<double> accept_u(kRows, NAN);
+  for (int64_t c = 0; c < kCases; ++c) {
+    for (int64_t k = 0; k < kDrafts; ++k) {
+      const int64_t from = c * kDrafts + k;
+      const int64_t to = c * (kDrafts + 1) + k;
+      std::copy_n(get("verify.q").f32() + from * kVocab, kVocab, q.row(to));
+      drafts[static_cast<size_t>(to)] = static_cast<int32_t>(get("verify.drafts").ptr<int64_t>()[from]);
+      accept_u[static_cast<size_t>(to)] = get("verify.accept_u").ptr<double>()[from];
+    }
+    cu_rows.push_back(static_cast<int32_t>((c + 1) * (kDrafts + 1)));
+  }
+  const Tensor uniforms = get("verify.bonus_u");
+  const std::vector<double> bonus_u(uniforms.ptr<double>(), uniforms.ptr<double>() + kCases);
+  CompactGolden compact(p);
+  for_each_path(kAcceptDrafts, [&](const std::string& path, const auto& run) {
+    for (const auto& [rule, name] : {std::pair{AcceptRule::kToken, "token"}, std::pair{AcceptRule::kBlock, "block"}}) {
+      for (const bool is_dense : {true, false}) {
+        std::vector<int32_t> accepted(kCases), bonus(kCases);
+        const std::vector<AcceptRule> rules(kCases, rule);
+        AcceptDraftsArgs args{.accepted = make_tensor(accepted.data(), DType::kI32, {kCases}),
+                              .bonus = make_tensor(bonus.data(), DType::kI32, {kCases}),
+                              .final_probs = f32({kCases, kVocab}),
+                              .q = q,
+                              .drafts = drafts,
+                              .cu_rows = cu_rows,
+                              .rules = rules,
+                              .accept_uniforms = accept_u,
+                              .bonus_uniforms = bonus_u};
+        if (is_dense) args.target.dense = p;
+        if (!is_dense) args.target.compact = compact.rows(p);
+        if (!run(args)) continue;
+        const Tensor want_accepted = get(fmt::format("verify.{}_accepted", name));
+        const Tensor want_bonus = get(fmt::format("verify.{}_bonus", name));
+        for (size_t c = 0; c < kCases; ++c) {
+          EXPECT_EQ(accepted[c], want_accepted.ptr<int64_t>()[c]) << path << " " << name << " case " << c;
+          EXPECT_EQ(bonus[c], want_bonus.ptr<int64_t>()[c]) << path << " " << name << " case " << c;
+        }
+        compare("verify", path, args.final_probs, get(fmt::format("verify.{}_final", name)), 2e-7);
+      }
+    }
+  });
 }
 
 // --- vectors worked out in f64 from the formulas ---

@@ -117,4 +117,10 @@ struct BenchCeilingsOptions {
 };
 Status bench_ceilings_command(const BenchCeilingsOptions& options);
 
+struct BenchVerifyOptions {
+  int threads = 0;
+  int64_t repeats = 25;
+};
+Status bench_verify_command(const BenchVerifyOptions& options);
+
 }  // namespace moat

@@ -278,6 +278,14 @@ void add_bench(CLI::App& root, Run& run) {
       ->capture_default_str()
       ->check(CLI::Range(1.05, 1000.0));
   cache->callback([ko, &run] { run = [ko] { return bench_cache_command(*ko); }; });
+
+  auto* verify = bench->add_subcommand("verify", "From the target's logits to accepted drafts, without a model");
+  auto vo = std::make_shared<BenchVerifyOptions>();
+  verify->add_option("--threads", vo->threads)->check(kThreadCount);
+  verify->add_option("--repeats", vo->repeats, "Medians of so many runs")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  verify->callback([vo, &run] { run = [vo] { return bench_verify_command(*vo); }; });
 }
 
 int run_main(int argc, char** argv) {

@@ -43,8 +43,10 @@ float kth_logit(const LogitRow& row, int64_t k, std::vector<float>& values) {
   const int64_t num_blocks = num_logit_blocks(row.vocab);
   float bound = -kInfinity;  // k logits are known to be at least this
   if (k <= num_blocks) {
-    values.assign(row.maxima, row.maxima + num_blocks);
-    bound = kth_largest(values, k);
+    // By heap: most maxima lose against its top at once.
+    values.resize(static_cast<size_t>(k));
+    std::partial_sort_copy(row.maxima, row.maxima + num_blocks, values.begin(), values.end(), std::greater<>());
+    bound = values.back();
   }
   // Values equal to the bound cannot raise it, so flat rows cost nothing here. No more than twice k are held.
   values.clear();

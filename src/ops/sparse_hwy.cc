@@ -4,6 +4,7 @@
 #define HWY_TARGET_INCLUDE "ops/sparse_hwy.cc"
 #include <hwy/foreach_target.h>
 // foreach_target.h first.
+#include <hwy/cache_control.h>
 #include <limits>
 
 #include "ops/sparse_kernels.h"
@@ -12,6 +13,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace moat {
 namespace HWY_NAMESPACE {
+
+// Elements; a page ahead, where hardware prefetchers stop.
+constexpr int64_t kPrefetchDistance = 1024;
 
 void FindBlockMaxima(const float* logits, int64_t vocab, float* maxima, int64_t begin, int64_t end) {
   const D d;
@@ -25,6 +29,7 @@ void FindBlockMaxima(const float* logits, int64_t vocab, float* maxima, int64_t 
     auto fine = hn::Eq(limit, limit);
     int64_t i = 0;
     for (; i + n <= count; i += n) {
+      hwy::Prefetch(block + i + kPrefetchDistance);  // beyond the end of the memory, too: a prefetch never faults
       const V x = hn::LoadU(d, block + i);
       fine = hn::And(fine, hn::Le(x, limit));  // false for NaN
       largest = hn::Max(largest, x);
