@@ -65,7 +65,7 @@ struct DraftRoundOutput {
   // at the draft) and rows of id -1 are undefined. Absent when no sequence has temperature > 0; dry passes have it.
   Tensor probs;
   // [seqs, num_drafts] f32 in (0, 1): estimate that the target accepts draft k given that it accepted the earlier ones.
-  // Depends on drafts 0 .. k-1, not on draft k. Absent without a confidence head.
+  // Depends on drafts 0 .. k-1, not on draft k. Undefined where the id is -1. Absent without a confidence head.
   Tensor confidence;
 };
 

@@ -130,6 +130,7 @@ void read_sizes(ConfigFields& fields, DsparkConfig& config) {
   config.block_size = fields.integer("block_size", {1, kMaxBlock});
   config.mask_token_id = static_cast<int32_t>(fields.integer("mask_token_id", {0, config.vocab_size - 1}));
   config.causal_block = fields.boolean_or("causal", false);
+  fields.expect_absent("quantization_config", "quantized drafters are not implemented");
   fields.expect("hidden_act", "silu", "other activations are not implemented");
   fields.expect("attention_bias", false, "projection biases are not implemented");
   fields.expect("mlp_bias", false, "projection biases are not implemented");
@@ -247,7 +248,9 @@ void read_rope(ConfigFields& fields, Status& status, DsparkConfig& config) {
   }
   const std::string path = object != nullptr ? "rope_parameters." : "rope_scaling.";
   if (object == nullptr) object = older;
-  if (object != nullptr && !object->is_object()) return fields.refuse(path, *object, "an object");
+  if (object != nullptr && !object->is_object()) {
+    return fields.refuse(path.substr(0, path.size() - 1), *object, "an object");
+  }
   const Json none = Json::object();
   ConfigFields rope(object != nullptr ? *object : none, path, status);
 
