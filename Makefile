@@ -6,7 +6,7 @@ PORT ?= 8080
 JOBS ?= $(shell nproc)
 FUZZ_STEPS ?= 1000000
 # Under AddressSanitizer: what reads bytes from outside. Under ThreadSanitizer: what has threads.
-ASAN_TESTS := base_test text_test scheduler_test loader_test server_test server_reply_test
+ASAN_TESTS := base_test text_test scheduler_test loader_test dspark_config_test server_test server_reply_test
 TSAN_TESTS := engine_test server_test server_reply_test
 
 .DEFAULT_GOAL := help

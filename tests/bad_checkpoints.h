@@ -183,7 +183,9 @@ inline std::vector<BadCheckpoint> bad_headers() {
       {"dtype", "8-bit float", {kFile, kConv, "F8_E4M3"}, {}, header([=](Json& h) {
          h.find("language_model.model.layers.0.self_attn.q_conv1d.weight")->set("dtype", "F8_E4M3");
        })},
-      {"dtype", "boolean", {kFile, kEmbed, "256 bytes, expected 128 for u8"}, {}, header([](Json& h) { nth(h, 0).set("dtype", "BOOL"); })},
+      {"dtype", "boolean", {kFile, kEmbed, "256 bytes, expected 128 for u8"}, {}, header([](Json& h) {
+         nth(h, 0).set("dtype", "BOOL");
+       })},
       {"dtype", "a number", {kFile, kEmbed, "dtype is a number"}, {}, header([](Json& h) {
          nth(h, 0).set("dtype", 4);
        })},

@@ -196,6 +196,47 @@ TEST(Config, WhatIsUnknownIsRefusedByName) {
   expect_refused(with(nested, "dflash_config", 1), {"dflash_config", "got 1"});
 }
 
+// No key with any value does worse than a refusal that says something.
+TEST(Config, AnyValueOfAnyKey) {
+  const std::vector<Json> values = {nullptr,
+                                    true,
+                                    0,
+                                    -1,
+                                    3,
+                                    1e300,
+                                    int64_t{1} << 24,
+                                    INT64_MAX,
+                                    "x",
+                                    Json::array(),
+                                    Json::array({1, 2}),
+                                    Json::array({INT64_MIN}),
+                                    Json::object(),
+                                    Json::object({{"rope_type", "yarn"}, {"rope_theta", 1e12}, {"factor", 1e6}})};
+  const auto try_all = [&](const Json& config) {
+    const auto parsed = parse_dspark_config(config);
+    if (!parsed.ok()) {
+      EXPECT_FALSE(parsed.status().message().empty());
+      return;
+    }
+    DsparkWeights weights;
+    shape_draft_weights(*parsed, weights);
+    EXPECT_GT(draft_size(*parsed, OwnVocabulary::kNone).parameters, 0);
+  };
+  for (const Json& base : {test::flat_draft_config(), test::pruned_draft_config(), test::mla_draft_config()}) {
+    for (const auto& [key, old] : base.as_object()) {
+      for (const Json& value : values) try_all(with(base, key.c_str(), value));
+      if (!old.is_object()) continue;
+      for (const auto& [inner, unused] : old.as_object()) {
+        for (const Json& value : values) {
+          Json config = base;
+          config.find(key)->set(inner, value);
+          try_all(config);
+        }
+      }
+    }
+  }
+}
+
 TEST(Config, AgainstTheTarget) {
   ModelConfig target;
   target.hidden_size = 24;
@@ -341,6 +382,29 @@ TEST(Loader, BadCheckpointsAreRefusedByName) {
   expect_bad_checkpoint(
       damaged([](TinyDraft& d) { d.erase("lm_head.weight"); }, test::nested_draft_config(), {.id_map = true}),
       {"lm_head.weight", "d2t"});
+}
+
+// Damaged headers of a good file: refused or read, never a crash.
+TEST(Loader, FlippedBytes) {
+  const TempDir dir;
+  TinyDraft(test::pruned_draft_config()).write(dir.path());
+  const std::string path = join_path(dir.path(), "model.safetensors");
+  const std::string good = slurp(path);
+  uint64_t header = 0;
+  std::memcpy(&header, good.data(), 8);
+  ThreadPool pool(1);
+  Rng rng(5);
+  int refused = 0;
+  for (int i = 0; i < 1000; ++i) {
+    std::string bad = good;
+    const int64_t at = i < 64 ? i / 8 : 8 + rng.below(static_cast<int64_t>(header));
+    bad[static_cast<size_t>(at)] =
+        static_cast<char>(bad[static_cast<size_t>(at)] ^ 1 << (i < 64 ? i % 8 : rng.below(7)));
+    if (i % 50 == 49) bad.resize(static_cast<size_t>(rng.below(static_cast<int64_t>(bad.size()))));
+    spill(path, bad);
+    refused += !load_dspark(dir.path(), pool).ok();
+  }
+  EXPECT_GT(refused, 900);
 }
 
 TEST(Loader, NanoIsUsedInPlaceButForTheStack) {

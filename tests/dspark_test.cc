@@ -87,16 +87,10 @@ struct Nano {
     input.tap_layers = draft->config.target_layer_ids;
     Exec exec({.arch = host_arch(), .pool = &pool, .arena = &arena, .comm = &comm});
     const ArenaScope scope(arena);
-    const Tensor layers = model->forward(exec, input, caches->view()).taps;  // [taps, tokens, hidden]
-    const int64_t count = layers.dim(0), hidden = layers.dim(2);
-    taps_memory = Buffer(static_cast<size_t>(4 * layers.count()));
-    const Tensor side_by_side = make_tensor(taps_memory.data(), DType::kF32, {tokens, count * hidden});
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t t = 0; t < tokens; ++t) {
-        std::copy_n(layers.at(i).row(t), hidden, side_by_side.row(t) + i * hidden);
-      }
-    }
-    return side_by_side;
+    const Tensor taps = model->forward(exec, input, caches->view()).taps;  // in the arena, which the next pass reuses
+    taps_memory = Buffer(static_cast<size_t>(4 * taps.count()));
+    std::copy(taps.f32(), taps.f32() + taps.count(), static_cast<float*>(taps_memory.data()));
+    return make_tensor(taps_memory.data(), DType::kF32, taps.dims);
   }
 };
 

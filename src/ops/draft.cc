@@ -259,7 +259,9 @@ BlockAttentionArgs build_block_attention(const Case& c, CaseData& data) {
 }
 
 constexpr Kernel<BlockAttentionArgs> kBlockAttentionKernels[] = {
-    {"block_attention.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, simd::block_attention}};
+    {"block_attention.cpu.hwy", Backend::kCpu, Tier::kTuned, nullptr, nullptr, simd::block_attention},
+    {"block_attention.cpu", Backend::kCpu, Tier::kPortable, nullptr, nullptr, cpu::block_attention},
+};
 
 }  // namespace
 

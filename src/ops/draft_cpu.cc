@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <array>
 #include <cmath>
 
+#include "ops/dot_cpu.h"
 #include "ops/draft_kernels.h"
 #include "ops/op_parts.h"
 
@@ -40,6 +42,19 @@ void rotate(float* x, const float* turns, int64_t half, RopeLayout layout) {
   }
 }
 
+// Calls body(row) for every cached or own row that row `r` of the blocks sees, in order.
+template <class Body>
+void for_rows_seen(const BlockAttentionArgs& a, int64_t r, const Body& body) {
+  const int64_t s = r / a.gamma;
+  for (int64_t p = 0; p < a.context_lens[static_cast<size_t>(s)]; ++p) {
+    const int64_t slot = a.slot_of(s, p);
+    MOAT_CHECK(slot >= 0 && slot < a.cache.dim(0), "slot {} of {}", slot, a.cache.dim(0));
+    body(a.cache.row(slot));
+  }
+  const int64_t own = a.causal ? r % a.gamma + 1 : a.gamma;
+  for (int64_t j = 0; j < own; ++j) body(a.rows.row(s * a.gamma + j));
+}
+
 }  // namespace
 
 // cos and sin of every row.
@@ -67,6 +82,30 @@ void norm_rope(Exec& exec, const NormRopeArgs& a) {
         }
         rotate(x, turn, half, a.layout);
       }
+    }
+  });
+}
+
+// Scores are computed twice, for their maximum and for the weights, so that none are kept.
+void block_attention(Exec& exec, const BlockAttentionArgs& a) {
+  const int64_t heads = a.q.dim(1), k_dim = a.q.dim(2), v_dim = a.out.dim(2), group = heads / a.num_kv_heads;
+  exec.pool().parallel_for(a.q.dim(0) * heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t r = item / heads, kv_head = item % heads / group;
+      const float* q = a.q.f32() + item * k_dim;
+      const auto score = [&](const float* row) { return a.scale * dot(q, row + kv_head * k_dim, k_dim); };
+      float largest = -INFINITY;
+      for_rows_seen(a, r, [&](const float* row) { largest = std::max(largest, score(row)); });
+      float* out = a.out.f32() + item * v_dim;
+      std::fill_n(out, v_dim, 0.0F);
+      float sum = 0.0F;
+      for_rows_seen(a, r, [&](const float* row) {
+        const float weight = std::exp(score(row) - largest);
+        const float* value = row + a.value_offset + kv_head * v_dim;
+        for (int64_t d = 0; d < v_dim; ++d) out[d] += weight * value[d];
+        sum += weight;
+      });
+      for (int64_t d = 0; d < v_dim; ++d) out[d] /= sum;
     }
   });
 }

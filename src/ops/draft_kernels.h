@@ -11,6 +11,7 @@ constexpr int64_t kMaxDraftRows = 64;  // of a block: one block of keys
 namespace cpu {
 void norm_rope(Exec& exec, const NormRopeArgs& args);
 int64_t norm_rope_workspace(const NormRopeArgs& args, const Exec& exec);
+void block_attention(Exec& exec, const BlockAttentionArgs& args);
 void markov_gate(Exec& exec, const MarkovGateArgs& args);
 void markov_cell(Exec& exec, const MarkovCellArgs& args);
 void confidence(Exec& exec, const ConfidenceArgs& args);
