@@ -88,7 +88,8 @@ class Replay {
       const SequenceId id = plan.sequences[i];
       StepResult::Row& row = result.rows.emplace_back();
       row.sequence = id;
-      row.tokens.emplace_back().token_id = trace_.turns[id].reply_ids[static_cast<size_t>(scheduler_.num_generated(id))];
+      row.tokens.emplace_back().token_id =
+          trace_.turns[id].reply_ids[static_cast<size_t>(scheduler_.num_generated(id))];
     }
     scheduler_.advance(plan, result, events);
     for (const SequenceEvent& e : events) {
