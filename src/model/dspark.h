@@ -57,8 +57,8 @@ struct DraftRoundInput {
 
 // In the arena: valid until the caller's scope ends.
 struct DraftRoundOutput {
-  // [seqs, num_drafts] i32, in the target's vocabulary. -1 where logits were NaN or +inf, and from there to the row's
-  // end: that sequence has no drafts from there on.
+  // [seqs, num_drafts] i32, in the target's vocabulary. -1 where the logits cannot be used (argmax and draw in
+  // ops/sample.h say when) and from there to the row's end: that sequence has no drafts from there on.
   Tensor ids;
   // [seqs * num_drafts, target vocab] f32, row s * num_drafts + k: the conditional law that draft k of sequence s was
   // drawn from, given drafts 0 .. k-1; 0 outside a pruned draft vocabulary. Rows of argmax sequences (their law is one

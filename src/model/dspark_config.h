@@ -19,6 +19,7 @@ namespace moat {
 
 enum class DraftAttention : uint8_t { kGqa, kMla };
 enum class MarkovKind : uint8_t { kNone, kVanilla, kGated, kRnn };
+
 // Rotary positions: angle of component i at position p is p * inv_freq[i], in f32.
 struct DraftRope {
   RopeLayout layout = RopeLayout::kHalves;
@@ -35,7 +36,7 @@ struct DsparkConfig {
   int64_t hidden_size = 0;       // the target's
   int64_t num_layers = 0;
   int64_t intermediate_size = 0;
-  float rms_norm_eps = 1e-6F;
+  float rms_norm_eps = 1e-6F;  // of every norm, those of latents among them
 
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;            // GQA; 1 for MLA, whose heads share one cached row

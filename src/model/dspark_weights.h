@@ -39,8 +39,9 @@ struct DsparkWeights {
   Tensor final_norm;  // [hidden]
   Tensor markov_in;   // W1 [vocab, rank]; absent without a Markov head
   Tensor markov_out;  // W2 [draft vocab, rank]
-  Tensor markov_gate,
-      markov_bias;  // gated: [rank, hidden + rank], [rank] f32; rnn: [3 rank, 2 rank + hidden], [3 rank] f32
+  // W_g [rank, hidden + rank] (gated) or W_j [3 rank, 2 rank + hidden] (rnn), and its bias [rank] or [3 rank] f32. No
+  // public drafter has them; the names markov_head.gate_proj and .joint_proj are ours.
+  Tensor markov_gate, markov_bias;
   Tensor confidence, confidence_bias;  // [1, hidden (+ rank)], [1] f32; absent without a confidence head
   Tensor embed, lm_head;               // [vocab, hidden], [draft vocab, hidden]; absent: the target's
   std::vector<int32_t> target_ids;     // [draft vocab], distinct; empty: draft ids are the target's
@@ -65,7 +66,7 @@ struct DraftWeightSpec {
   bool optional = false;  // may be absent
 };
 
-// Sizes `weights` for `config` and returns one spec a tensor, in forward order. `weights` must outlive the table.
+// Sizes `weights` for `config` and returns one spec a tensor. `weights` must outlive the table.
 std::vector<DraftWeightSpec> draft_weight_table(const DsparkConfig& config, DsparkWeights& weights);
 
 // Tensors and parameters of a drafter as the table has them; d2t and t2d are tensors without parameters.
