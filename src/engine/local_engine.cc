@@ -131,13 +131,13 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
   }
   parts.runner = std::make_unique<Runner>(*parts.model, *parts.caches, pool, runner, std::move(dry), parts.drafter);
   if (o.max_step_seconds > 0 || parts.drafter != nullptr) {
-    parts.step_cost =
+    parts.step_cost = StepCostTracker(
         derive_step_cost(*parts.model, {.arch = runner.arch,
                                         .max_batched_tokens = o.max_batched_tokens,
                                         .max_num_seqs = o.max_num_seqs,
                                         .block_size = o.block_size,
                                         .read_bytes_per_second = measure_read_bandwidth(pool, Effort::kQuick),
-                                        .flops_per_second = measure_f32_flops(pool, Effort::kQuick)});
+                                        .flops_per_second = measure_f32_flops(pool, Effort::kQuick)}));
   }
   parts.info = {.vocab_size = static_cast<int32_t>(config.vocab_size),
                 .max_model_len = static_cast<int32_t>(max_len),
@@ -149,7 +149,7 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
 }
 
 void Stepper::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now) {
-  const StepCost& cost = step_cost_.current();
+  const StepCost& cost = parts_.step_cost.current();
   const int64_t drafts = parts_.draft_length.max_drafts(scheduler_.num_running(), mean_context_, cost);
   scheduler_.schedule(plan, events, now, cost, drafts);
   if (drafts > 0) plan.drafting = parts_.draft_length.policy(plan, cost);
@@ -162,10 +162,10 @@ void Stepper::run(const StepPlan& plan, std::vector<SequenceEvent>& events) {
   const StepSize size = size_of(plan, result);
   const double seconds = now_seconds() - start - result.draft_seconds;
   if (size.decode_rows > 0) mean_context_ = size.decode_pairs / static_cast<double>(size.decode_rows);
-  const double expected = step_cost_.current().seconds(size.rows, size.decode_pairs, size.prefill_pairs);
+  const double expected = parts_.step_cost.current().seconds(size.rows, size.decode_pairs, size.prefill_pairs);
   parts_.draft_length.observe(plan, result, size.rows, expected, seconds);
   // Rows of drafts cost less than those of as many sequences: their share is learnt apart.
-  if (!size.has_drafts) step_cost_.observe(size.rows, size.decode_pairs, size.prefill_pairs, seconds);
+  if (!size.has_drafts) parts_.step_cost.observe(size.rows, size.decode_pairs, size.prefill_pairs, seconds);
 }
 
 LocalEngine::LocalEngine(EngineParts parts, int64_t max_queued)
