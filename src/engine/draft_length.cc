@@ -40,7 +40,15 @@ double nearest(const std::vector<double>& values, size_t index, int64_t& lower) 
   return 0;
 }
 
-void learn(double& value, double seen) { value = value == 0 ? seen : value + kLearn * (seen - value); }
+// A step that took more than twice as long was held up by something else; one that took less than half says so of those
+// before it.
+void learn(double& value, double seen) {
+  if (value == 0 || seen < value / 2) {
+    value = seen;
+  } else {
+    value += kLearn * (std::min(seen, 2 * value) - value);
+  }
+}
 
 }  // namespace
 
