@@ -247,7 +247,7 @@ class SchedulerWorkload {
     StepPlan plan;
     std::vector<SequenceEvent> events;
     const int64_t max_drafts = max_drafts_ > 0 && !source_.one_in(4) ? source_.below(max_drafts_ + 1) : 0;
-    scheduler_->schedule(plan, events, now_, cost_, max_drafts);
+    scheduler_->schedule(plan, events, now_, cost_, {.max_drafts = max_drafts});
     take(events);
     for (auto it = clients_.find(live_first_); it != clients_.end(); ++it) {
       const auto& [id, client] = *it;

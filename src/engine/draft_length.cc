@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <queue>
 
 namespace moat {
@@ -119,13 +120,30 @@ DraftLength::Load& DraftLength::load_of(int64_t num_seqs) {
   return loads_[index];
 }
 
-// Of the nearest number of sequences that was measured, in proportion.
+double DraftLength::mean_acceptance() const {
+  double hits = kPriorHits, tries = kPriorTries;
+  for (const Rate& rate : rates_) {
+    hits += rate.hits;
+    tries += rate.tries;
+  }
+  return hits / tries;
+}
+
+// Between the powers of two that were measured linear, beside them in proportion.
 double DraftLength::draft_seconds(int64_t num_seqs) const {
+  const size_t high = log2_up(num_seqs);
+  const auto measured = [&](size_t index) { return index < loads_.size() ? loads_[index].draft_seconds : 0.0; };
+  const auto n = static_cast<double>(num_seqs);
+  const auto power = [](size_t index) { return std::exp2(static_cast<double>(index)); };
+  if (high > 0 && measured(high) > 0 && measured(high - 1) > 0) {
+    const double share = (n - power(high - 1)) / (power(high) - power(high - 1));
+    return measured(high - 1) + share * (measured(high) - measured(high - 1));
+  }
   std::vector<double> seconds;
   for (const Load& load : loads_) seconds.push_back(load.draft_seconds);
   int64_t lower = 0;
-  const double measured = nearest(seconds, log2_up(num_seqs), lower);
-  return lower > 0 ? measured * std::exp2(static_cast<double>(lower)) : measured;
+  const double value = nearest(seconds, high, lower);
+  return value * n / power(static_cast<size_t>(static_cast<int64_t>(high) - lower));
 }
 
 double DraftLength::verify_factor(int64_t rows) const {
@@ -134,38 +152,54 @@ double DraftLength::verify_factor(int64_t rows) const {
   return measured == 0 ? 1.0 : measured;
 }
 
-int64_t DraftLength::max_drafts(int64_t num_decodes, double context, const StepCost& cost) {
-  if (max_drafts_ == 0 || num_decodes == 0) return 0;
-  if (fixed_ > 0) return fixed_;
-  Load& load = load_of(num_decodes);
-  if (load.plain_steps < kFirstSteps) return 0;
-  const auto seqs = static_cast<double>(num_decodes);
+DraftDemand DraftLength::demand(std::span<const DraftRecord> records, double context, const StepCost& cost) {
+  DraftDemand demand{.prior = mean_acceptance()};
+  if (max_drafts_ == 0 || records.empty()) return demand;
+  demand.max_drafts = fixed_;
+  if (fixed_ > 0) return demand;
+  const auto num_seqs = static_cast<int64_t>(records.size());
+  Load& load = load_of(num_seqs);
+  if (load.plain_steps < kFirstSteps) return demand;
+
+  // The best sequences first; how many of them, and how many drafts each.
+  std::vector<double> chances;
+  for (const DraftRecord& record : records) chances.push_back(record.acceptance(demand.prior));
+  std::sort(chances.begin(), chances.end(), std::greater<>());
   const std::vector<double> accept = acceptance();
-  double best = seqs / cost.seconds(num_decodes, seqs * context, 0);
-  int64_t best_drafts = 0;
-  double tokens = 1;
-  double survival = 1;
+  std::vector<double> survivals(chances.size(), 1.0);  // of the drafts so far
+  std::vector<double> tokens(chances.size(), 0.0);     // expected of them
+  const auto seqs = static_cast<double>(num_seqs);
+  double best = seqs / cost.seconds(num_seqs, seqs * context, 0);
+  const size_t stride = 1 + chances.size() / 64;  // of many sequences not every number is tried
   for (int64_t drafts = 1; drafts <= max_drafts_; ++drafts) {
-    survival *= accept[static_cast<size_t>(drafts - 1)];
-    tokens += survival;
-    const int64_t rows = num_decodes * (1 + drafts);
-    const double seconds = cost.seconds(rows, static_cast<double>(rows) * context, 0) * verify_factor(rows);
-    const double rate = seqs * tokens / (seconds + draft_seconds(num_decodes));
-    if (rate > best) {
+    double more = 0;
+    for (size_t n = 0; n < chances.size(); ++n) {
+      const double chance = accept[static_cast<size_t>(drafts - 1)] * chances[n] / demand.prior;
+      survivals[n] *= std::clamp(chance, 0.0, 0.99);
+      tokens[n] += survivals[n];
+      more += tokens[n];
+      if ((n + 1) % stride != 0 && n + 1 < chances.size()) continue;
+      const auto drafted = static_cast<int64_t>(n) + 1;
+      const int64_t rows = num_seqs + drafted * drafts;
+      const double seconds = cost.seconds(rows, static_cast<double>(rows) * context, 0) * verify_factor(rows);
+      const double rate = (seqs + more) / (seconds + draft_seconds(drafted));
+      if (rate <= best) continue;
       best = rate;
-      best_drafts = drafts;
+      demand.max_drafts = drafts;
+      demand.min_acceptance = chances[n];
     }
   }
   const bool unmeasured = load.drafted_steps < kFirstSteps;
   if (unmeasured || ++load.since_other >= load.probe_interval) {
     if (!unmeasured) load.probe_interval = std::min(2 * load.probe_interval, kLastProbe);
     load.since_other = 0;
-    if (best_drafts > 0 && !unmeasured) return 0;
-    best_drafts = std::max<int64_t>(best_drafts, 1);
+    if (demand.max_drafts > 0 && !unmeasured) return {.prior = demand.prior};
+    if (demand.max_drafts == 0) demand = {.max_drafts = 1, .min_acceptance = chances.front(), .prior = demand.prior};
+    if (unmeasured) demand.min_acceptance = 0;
   }
-  if (best_drafts == 0) return 0;
   // Confidences say where a sequence can use more than the average one.
-  return has_confidence_ ? std::min(best_drafts + 2, max_drafts_) : best_drafts;
+  if (demand.max_drafts > 0 && has_confidence_) demand.max_drafts = std::min(demand.max_drafts + 2, max_drafts_);
+  return demand;
 }
 
 DraftPolicy DraftLength::policy(const StepPlan& plan, const StepCost& cost) const {

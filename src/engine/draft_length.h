@@ -32,9 +32,9 @@ class DraftLength {
   // max_drafts: what the drafter can. fixed > 0: always so many; else as many as pay.
   DraftLength(int64_t max_drafts, int64_t fixed, bool has_confidence);
 
-  // Drafts a sequence for a step in which `num_decodes` sequences decode with `context` cached tokens on average. `cost`
-  // is of steps without drafts. 0: drafting is not expected to pay, or this step is to be measured without.
-  int64_t max_drafts(int64_t num_decodes, double context, const StepCost& cost);
+  // What to draft in a step whose sequences that decode have these records, with `context` cached tokens on average.
+  // `cost` is of steps without drafts. Nothing: drafting is not expected to pay, or this step is to be measured without.
+  DraftDemand demand(std::span<const DraftRecord> records, double context, const StepCost& cost);
 
   // What the plan's drafts are cut by.
   DraftPolicy policy(const StepPlan& plan, const StepCost& cost) const;
@@ -42,7 +42,9 @@ class DraftLength {
   // After a step that took `seconds` besides making drafts; `expected` by `cost` for its rows, drafts included.
   void observe(const StepPlan& plan, const StepResult& result, int64_t rows, double expected, double seconds);
 
-  // Chance that the draft at each position is accepted if those before it were, as measured. [max_drafts]
+  // Chance that a draft is accepted if those before it in its round were, as measured, over all positions.
+  double mean_acceptance() const;
+  // ... at each position. [max_drafts]
   std::vector<double> acceptance() const;
 
  private:

@@ -150,9 +150,10 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
 
 void Stepper::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now) {
   const StepCost& cost = parts_.step_cost.current();
-  const int64_t drafts = parts_.draft_length.max_drafts(scheduler_.num_running(), mean_context_, cost);
+  scheduler_.list_draft_records(records_);
+  const DraftDemand drafts = parts_.draft_length.demand(records_, mean_context_, cost);
   scheduler_.schedule(plan, events, now, cost, drafts);
-  if (drafts > 0) plan.drafting = parts_.draft_length.policy(plan, cost);
+  if (drafts.max_drafts > 0) plan.drafting = parts_.draft_length.policy(plan, cost);
 }
 
 void Stepper::run(const StepPlan& plan, std::vector<SequenceEvent>& events) {

@@ -80,6 +80,7 @@ class Stepper {
   EngineParts& parts_;
   Scheduler& scheduler_;
   double mean_context_ = 0;  // of the last step's rows in decode form
+  std::vector<DraftRecord> records_;
 };
 
 class LocalEngine final : public Engine {

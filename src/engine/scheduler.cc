@@ -22,6 +22,23 @@ int64_t round_down(int64_t value, int64_t unit) { return value / unit * unit; }
 
 }  // namespace
 
+void DraftRecord::add(bool accepted) {
+  constexpr double kKeep = 1.0 - 1.0 / 24;  // a few rounds
+  hits = kKeep * hits + (accepted ? 1.0 : 0.0);
+  tries = kKeep * tries + 1.0;
+}
+
+void DraftRecord::fade() {
+  constexpr double kKeep = 1.0 - 1.0 / 32;
+  hits *= kKeep;
+  tries *= kKeep;
+}
+
+double DraftRecord::acceptance(double prior) const {
+  constexpr double kPrior = 3.0;  // drafts' worth
+  return (hits + kPrior * prior) / (tries + kPrior);
+}
+
 void StepPlan::clear() {
   sequences.clear();
   num_tokens.clear();
@@ -310,17 +327,17 @@ void Scheduler::fill_block_tables(const std::vector<Sequence*>& sequences, StepP
 // Drafts for the sequences of the plan so far, which decode: as many as the request can still use and as fit into half
 // of the rows that are left, into the records of verified rows, into the step's time and into blocks that nobody else
 // holds.
-void Scheduler::plan_drafts(const std::vector<Sequence*>& planned, int64_t max_drafts, const StepCost& cost,
+void Scheduler::plan_drafts(const std::vector<Sequence*>& planned, const DraftDemand& demand, const StepCost& cost,
                             Budget& budget, StepPlan& plan) {
   int64_t rows_left = budget.rows_left / 2;
   int64_t records_left = ledger_.sizes().verify_rows;
   for (size_t i = 0; i < planned.size() && rows_left > 0; ++i) {
     Sequence& s = *planned[i];
     const SamplingParams& sampling = s.request.sampling;
-    if (!s.request.speculative) continue;
+    if (!s.request.speculative || s.drafts.acceptance(demand.prior) < demand.min_acceptance) continue;
     const int64_t to_come =
         std::min(sampling.max_tokens - (s.size() - s.num_prompt()), options_.max_model_len - s.size());
-    int64_t count = std::min({max_drafts, rows_left, to_come - 1, records_left - 1});
+    int64_t count = std::min({demand.max_drafts, rows_left, to_come - 1, records_left - 1});
     if (count <= 0) continue;
     count = rows_within_time(s, count, budget, cost);
     ledger_.extend(s.lease, s.num_planned + count);
@@ -335,7 +352,7 @@ void Scheduler::plan_drafts(const std::vector<Sequence*>& planned, int64_t max_d
 }
 
 void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now, const StepCost& cost,
-                         int64_t max_drafts) {
+                         const DraftDemand& drafts) {
   plan.clear();
   end_overdue(now, events);
   Budget budget{.rows_left = options_.max_batched_tokens};
@@ -361,7 +378,7 @@ void Scheduler::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, dou
     decode_seconds = cost.seconds(budget.rows, budget.decode_pairs, 0);
     budget.seconds_limit = options_.max_step_seconds;
   }
-  if (max_drafts > 0) plan_drafts(planned, max_drafts, cost, budget, plan);
+  if (drafts.max_drafts > 0) plan_drafts(planned, drafts, cost, budget, plan);
   // With drafts nobody knows yet where the rows that stay will end.
   for (size_t i = 0; i < planned.size(); ++i) {
     if (plan.num_drafts[i] == 0) plan_saves(*planned[i], plan);
@@ -448,7 +465,7 @@ TokenEvent Scheduler::take_tokens(Sequence& sequence, const StepResult::Row& row
   return event;
 }
 
-void Scheduler::count_round(const StepResult::Row& row, int64_t num_kept) {
+void Scheduler::count_round(Sequence& sequence, const StepResult::Row& row, int64_t num_kept) {
   const auto accepted = static_cast<int64_t>(row.tokens.size()) - 1;
   ++stats_.draft_rounds;
   stats_.drafted_tokens += row.num_drafts;
@@ -458,6 +475,7 @@ void Scheduler::count_round(const StepResult::Row& row, int64_t num_kept) {
   for (int64_t k = 0; k < row.num_drafts; ++k) {
     ++stats_.drafted_at[static_cast<size_t>(k)];
     stats_.accepted_at[static_cast<size_t>(k)] += k < accepted;
+    if (k <= accepted) sequence.drafts.add(k < accepted);
   }
 }
 
@@ -508,7 +526,11 @@ StateCommits Scheduler::advance(const StepPlan& plan, const StepResult& result, 
     --s.in_flight;
     stats_.recomputed_tokens += std::max<int64_t>(0, std::min(s.high_water, s.num_computed) - before);
     s.high_water = std::max(s.high_water, s.num_computed);
-    if (drafted) count_round(*row, kept);
+    if (drafted) {
+      count_round(s, *row, kept);
+    } else {
+      s.drafts.fade();
+    }
     if (plan.num_drafts[i] > 0 && !row->tokens.empty()) commit_rows(s, kept, drafted, ends, commits);
     if (ledger_.caching()) ledger_.commit(s.lease, s.tokens, s.chain.keys(), s.num_computed);
     std::erase_if(s.boundaries, [&](const Boundary& b) { return b.position <= s.num_computed; });
@@ -535,6 +557,13 @@ int64_t Scheduler::num_tokens(SequenceId id) const { return static_cast<int64_t>
 std::span<const int32_t> Scheduler::tokens(SequenceId id) const { return sequences_.at(id)->tokens; }
 
 TokenCounts& Scheduler::token_counts(SequenceId id) { return sequences_.at(id)->counts; }
+
+void Scheduler::list_draft_records(std::vector<DraftRecord>& records) const {
+  records.clear();
+  for (const Sequence* s : running_) {
+    if (s->remaining() == 1 && s->request.speculative) records.push_back(s->drafts);
+  }
+}
 
 std::string Scheduler::describe() const {
   std::string text =

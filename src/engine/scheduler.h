@@ -88,10 +88,9 @@ class Scheduler {
   void flush_cache() { ledger_.flush(); }
 
   // Fills `plan` (cleared first) and appends the events of sequences that ended without computing. `cost` may be
-  // unknown; then only max_batched_tokens bounds the step. Each sequence that decodes may be drafted for, up to
-  // `max_drafts` tokens.
+  // unknown; then only max_batched_tokens bounds the step. Sequences that decode may be drafted for, as `drafts` says.
   void schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now = 0, const StepCost& cost = {},
-                int64_t max_drafts = 0);
+                const DraftDemand& drafts = {});
   // Takes the results of a plan, in the order in which plans were made, and appends what became known. What it returns
   // must be done before the next plan runs.
   StateCommits advance(const StepPlan& plan, const StepResult& result, std::vector<SequenceEvent>& events);
@@ -110,6 +109,9 @@ class Scheduler {
   std::span<const int32_t> tokens(SequenceId id) const;  // prompt, then generated; valid until the next advance()
   TokenCounts& token_counts(SequenceId id);              // of those tokens, kept from step to step
 
+  // Of each running sequence that has a next token to compute and may be drafted for.
+  void list_draft_records(std::vector<DraftRecord>& records) const;
+
   // One line a sequence, for logs.
   std::string describe() const;
   void check_invariants() const;
@@ -126,8 +128,9 @@ class Scheduler {
     double deadline = std::numeric_limits<double>::infinity();
     Request request;
     std::vector<int32_t> tokens;  // prompt, then generated
-    TokenCounts counts;           // of `tokens`, brought up to date when the sampler asks
-    KeyChain chain;               // names of the full blocks of `tokens`
+    DraftRecord drafts;
+    TokenCounts counts;  // of `tokens`, brought up to date when the sampler asks
+    KeyChain chain;      // names of the full blocks of `tokens`
     CacheLedger::Lease lease = -1;
     int64_t num_computed = 0;  // by steps that have been advanced
     int64_t num_planned = 0;   // by steps that have been scheduled
@@ -166,11 +169,11 @@ class Scheduler {
   void append_to_plan(Sequence& sequence, int64_t count, StepPlan& plan);
   void plan_saves(Sequence& sequence, StepPlan& plan);
   void fill_block_tables(const std::vector<Sequence*>& sequences, StepPlan& plan) const;
-  void plan_drafts(const std::vector<Sequence*>& planned, int64_t max_drafts, const StepCost& cost, Budget& budget,
-                   StepPlan& plan);
+  void plan_drafts(const std::vector<Sequence*>& planned, const DraftDemand& demand, const StepCost& cost,
+                   Budget& budget, StepPlan& plan);
   TokenEvent take_tokens(Sequence& sequence, const StepResult::Row& row);
   bool take_token(Sequence& sequence, const SampledToken& token, TokenEvent& event);
-  void count_round(const StepResult::Row& row, int64_t num_kept);
+  void count_round(Sequence& sequence, const StepResult::Row& row, int64_t num_kept);
   void commit_rows(Sequence& sequence, int64_t num_kept, bool drafted, bool ends, StateCommits& commits);
 
   SchedulerOptions options_;

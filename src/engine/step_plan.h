@@ -22,6 +22,23 @@ struct DraftPolicy {
   std::vector<float> factor;     // [position] on the drafter's confidence, or the chance itself if it has none
 };
 
+// How the drafts for one sequence fared, newer ones counting more.
+struct DraftRecord {
+  double hits = 0, tries = 0;
+
+  void add(bool accepted);
+  void fade();  // after a step without drafts: what was long ago says less and less
+  // Chance that a draft is accepted if those before it were, where `prior` is that of drafts in general.
+  double acceptance(double prior) const;
+};
+
+// Which sequences may be drafted for in a step, and how many tokens each.
+struct DraftDemand {
+  int64_t max_drafts = 0;
+  double min_acceptance = 0;  // of a sequence's record
+  double prior = 0;
+};
+
 // Flat arrays over the step's sequences; those in decode form come first (model/forward.h).
 struct StepPlan {
   std::vector<SequenceId> sequences;     // [seqs]
