@@ -18,6 +18,8 @@ constexpr double kPriorHits = 2.0, kPriorTries = 3.0;
 // 512 is less than 1 %.
 constexpr int64_t kFirstSteps = 3;
 constexpr int64_t kFirstProbe = 16, kLastProbe = 512;
+// Drafting has to promise this much more than not drafting: times are known to a few percent.
+constexpr double kMargin = 1.03;
 // How fast a measured time replaces the older ones.
 constexpr double kLearn = 0.1;
 
@@ -169,7 +171,7 @@ DraftDemand DraftLength::demand(std::span<const DraftRecord> records, double con
   std::vector<double> survivals(chances.size(), 1.0);  // of the drafts so far
   std::vector<double> tokens(chances.size(), 0.0);     // expected of them
   const auto seqs = static_cast<double>(num_seqs);
-  double best = seqs / cost.seconds(num_seqs, seqs * context, 0);
+  double best = kMargin * seqs / cost.seconds(num_seqs, seqs * context, 0);
   const size_t stride = 1 + chances.size() / 64;  // of many sequences not every number is tried
   for (int64_t drafts = 1; drafts <= max_drafts_; ++drafts) {
     double more = 0;
