@@ -112,7 +112,11 @@ DraftLength::DraftLength(int64_t max_drafts, int64_t fixed, bool has_confidence)
 
 std::vector<double> DraftLength::acceptance() const {
   std::vector<double> out;
-  for (const Rate& rate : rates_) out.push_back((rate.hits + kPriorHits) / (rate.tries + kPriorTries));
+  double prior = mean_acceptance();  // of a position that was seldom reached, until it is: as the one before it
+  for (const Rate& rate : rates_) {
+    prior = (rate.hits + kPriorTries * prior) / (rate.tries + kPriorTries);
+    out.push_back(prior);
+  }
   return out;
 }
 

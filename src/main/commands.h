@@ -84,6 +84,7 @@ struct BenchSpeculationOptions {
   std::vector<double> simulate;  // acceptance at every position of a scripted drafter, instead of a real one
   int64_t prompt_tokens = 256;   // of random prompts
   int64_t tokens = 128;          // of a reply, at most
+  int64_t replies = 12;          // a run, at least
   std::string batches = "1,4,16,64";
   std::string fixed = "1,2,3,5,7";  // draft lengths to compare with the automatic choice
   float temperature = 0.0F;

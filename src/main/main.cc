@@ -244,6 +244,9 @@ void add_bench(CLI::App& root, Run& run) {
   speculation->add_option("--tokens", po->tokens, "Of a reply, at most")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
+  speculation->add_option("--replies", po->replies, "Of a run, at least")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
   speculation->add_option("--batch", po->batches, "Sequences together")->capture_default_str();
   speculation->add_option("--fixed", po->fixed, "Draft lengths to compare with")->capture_default_str();
   speculation->add_option("--temperature", po->temperature)->check(CLI::NonNegativeNumber);
