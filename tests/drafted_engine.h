@@ -23,10 +23,10 @@ namespace moat::test {
 using Ids = std::vector<int32_t>;
 
 // Every switch of K3 in four layers, for the drafters of draft_checkpoint.h.
-inline Json tiny_target_config() {
+inline Json tiny_target_config(int64_t vocab_size = kTinyVocab) {
   Json config = tiny_config();
   Json& text = *config.find("text_config");
-  text.set("vocab_size", kTinyVocab);
+  text.set("vocab_size", vocab_size);
   text.set("hidden_size", kTinyHidden);
   text.set("num_hidden_layers", 4);
   text.set("max_position_embeddings", 4096);
@@ -35,8 +35,10 @@ inline Json tiny_target_config() {
   kda.set("full_attn_layers", Json::array({3}));
   return config;
 }
-inline Json tiny_drafter_config() {
+inline Json tiny_drafter_config(int64_t vocab_size = kTinyVocab, int64_t block_size = 4) {
   Json config = flat_draft_config();
+  config.set("vocab_size", vocab_size);
+  config.set("block_size", block_size);
   config.set("num_target_layers", 4);
   config.set("target_layer_ids", Json::array({1, 3}));
   return config;
@@ -48,9 +50,9 @@ struct TinyModels {
   std::unique_ptr<LoadedModel> target;
   std::unique_ptr<LoadedDspark> drafter;
 
-  explicit TinyModels(int threads = 2) : pool(threads) {
-    TinyCheckpoint(tiny_target_config()).write(target_dir.path());
-    TinyDraft(tiny_drafter_config()).write(draft_dir.path());
+  explicit TinyModels(int threads = 2, int64_t vocab_size = kTinyVocab, int64_t block_size = 4) : pool(threads) {
+    TinyCheckpoint(tiny_target_config(vocab_size)).write(target_dir.path());
+    TinyDraft(tiny_drafter_config(vocab_size, block_size)).write(draft_dir.path());
     auto model = load_model(target_dir.path(), {}, pool);
     MOAT_CHECK(model.ok(), "{}", model.status().message());
     target = std::move(model).value();

@@ -426,6 +426,40 @@ TEST(Trap, T63_FullStepsAtTheEndOfTheContext) {
   }
 }
 
+// The memory of a step is planned for its worst mix: one sequence with many drafts makes the round wide for all, and the
+// laws of all their drafts stay while the step is computed and judged.
+TEST(Trap, T63_ManyShortRoundsBesideALongOne) {
+  test::TinyModels wide(2, 1024, 7);
+  EngineOptions options{.max_model_len = 64,
+                        .max_num_seqs = 100,
+                        .max_batched_tokens = 300,
+                        .block_size = 16,
+                        .memory_bytes = int64_t{1} << 30};
+  options.drafter = wide.drafter.get();
+  auto parts = make_engine_parts(*wide.target, options, wide.pool);
+  ASSERT_TRUE(parts.ok()) << parts.status().message();
+  Scheduler scheduler(parts->scheduler_options, parts->capacity.cache, parts->ledger_options);
+  StepPlan plan;
+  std::vector<SequenceEvent> events;
+  for (SequenceId id = 1; id <= 100; ++id) {
+    Request request;
+    request.prompt_ids = random_text(id, 2);
+    request.sampling = {.temperature = 1.0F, .seed = id, .seeded = false, .max_tokens = id == 1 ? 40 : 4};
+    request.sampling.ignore_eos = true;
+    scheduler.add(id, std::move(request));
+  }
+  size_t widest = 0;
+  while (!scheduler.idle()) {
+    scheduler.schedule(plan, events, 0, {}, 7);
+    const auto drafting = static_cast<size_t>(
+        std::count_if(plan.num_drafts.begin(), plan.num_drafts.end(), [](int32_t drafts) { return drafts > 0; }));
+    widest = std::max(widest, drafting);
+    parts->runner->commit(scheduler.advance(plan, parts->runner->run(plan, scheduler), events));
+  }
+  EXPECT_GT(widest, 30U);
+  for (const SequenceEvent& e : events) EXPECT_NE(e.event.finish, FinishReason::kError) << e.event.error.message();
+}
+
 // Prompts around the edges of the kernels' buckets, in both forms of the attention leaves: no row too many.
 TEST(Trap, T66_PromptsAroundBucketEdges) {
   DraftedEngine::Setup chunked = setup();
