@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exact law of what a verifier of drafts emits, found from outside: drafts are enumerated, the verifier is asked for one
-// round at a time, and its acceptance probabilities are read off by moving one uniform number until its answer changes.
-// A verifier is any function from a round to a verdict: an op, a whole sampler, or one with a planted mistake.
+// The exact law of what a verifier of drafts emits, found from outside: drafts are enumerated, the verifier is asked
+// for one round at a time, and its acceptance probabilities are read off by moving one uniform number until its answer
+// changes. A verifier is any function from a round to a verdict: an op, a whole sampler, or one with a planted mistake.
 #pragma once
 
 #include <cmath>
@@ -64,8 +64,8 @@ inline int64_t index_of(std::span<const int32_t> tuple, int vocab) {
   return index;
 }
 
-// levels[n]: what has been emitted in n tokens. Continues every shorter emission with the target's conditionals and returns
-// the law of the longest.
+// levels[n]: what has been emitted in n tokens. Continues every shorter emission with the target's conditionals and
+// returns the law of the longest.
 inline Law continue_by_target(const Toy& toy, std::vector<Law> levels) {
   for (size_t n = 0; n + 1 < levels.size(); ++n) {
     for (size_t i = 0; i < levels[n].size(); ++i) {

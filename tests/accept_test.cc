@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// That verification is lossless: the exact law of what accept_drafts emits against the target's, for every rule; the same
-// statistic on planted mistakes, which it has to catch; chi-square tests of whole rounds with random numbers; and the traps
-// of docs/design/dspark.md section 7 that live at this level, by number.
+// That verification is lossless: the exact law of what accept_drafts emits against the target's, for every rule; the
+// same statistic on planted mistakes, which it has to catch; chi-square tests of whole rounds with random numbers; and
+// the traps of docs/design/dspark.md section 7 that live at this level, by number.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -353,7 +353,8 @@ int32_t draw_from(const Law& law, double u) {
   return static_cast<int32_t>(law.size() - 1);
 }
 
-// Upper tail of chi-square by the cube-root normal approximation (Wilson and Hilferty), good for many degrees of freedom.
+// Upper tail of chi-square by the cube-root normal approximation (Wilson and Hilferty), good for many degrees of
+// freedom.
 double chi_square_p(double statistic, double degrees) {
   const double spread = 2.0 / (9.0 * degrees);
   const double z = (std::cbrt(statistic / degrees) - (1.0 - spread)) / std::sqrt(spread);
@@ -450,8 +451,8 @@ TEST(ChiSquare, TokenBlockAndOneHotWithEveryCut) {
   }
 }
 
-// dspark.md 1.7: verifying both drafts only where the first is A, and none otherwise, lets the first token decide whether it
-// is verified: its law becomes (.85, .15) instead of (.7, .3).
+// dspark.md 1.7: verifying both drafts only where the first is A, and none otherwise, lets the first token decide
+// whether it is verified: its law becomes (.85, .15) instead of (.7, .3).
 TEST(ChiSquare, T60_LookAheadCutIsCaught) {
   PairTable target(2, 1);
   PairTable draft(2, 1);
@@ -610,7 +611,8 @@ Round random_round(int vocab, int num_drafts, Rng& rng) {
   return round;
 }
 
-// 31: a greedy row is a choice, not a distribution: matching needs no softmax, and one-hot rows under the one-hot rule agree.
+// 31: a greedy row is a choice, not a distribution: matching needs no softmax, and one-hot rows under the one-hot rule
+// agree.
 TEST(Trap, T31_GreedyRowsAreMatchedNotSampled) {
   Rng rng(31);
   constexpr int kVocab = 9, kDrafts = 5;
@@ -639,7 +641,8 @@ TEST(Trap, T31_GreedyRowsAreMatchedNotSampled) {
   }
 }
 
-// 32: a broken row fails its own sequence; the others get the same bits, and nobody gets the last id for want of a better.
+// 32: a broken row fails its own sequence; the others get the same bits, and nobody gets the last id for want of a
+// better.
 TEST(Trap, T32_BrokenRowsFailAlone) {
   constexpr int kVocab = 40, kSeqs = 12;
   for (const double damage : {static_cast<double>(NAN), static_cast<double>(INFINITY), 0.0}) {
@@ -678,7 +681,8 @@ TEST(Trap, T32_BrokenRowsFailAlone) {
   }
 }
 
-// 33: sequences without drafts draw from their one row, sequences without rows output nothing. Scratch is poisoned in run().
+// 33: sequences without drafts draw from their one row, sequences without rows output nothing. Scratch is poisoned in
+// run().
 TEST(Trap, T33_NoDraftsAndNoRows) {
   for (const AcceptRule rule : kRules) {
     for (const Path path : kPaths) {
@@ -755,8 +759,8 @@ TEST(Trap, T46_EqualLawsAcceptEverything) {
   }
 }
 
-// 47 and 49: each row says a token of its own, so a bonus from any row but the one after the accepted drafts shows; accepted
-// is counted from the first draft and never exceeds l, so accepted + 1 rows have been judged.
+// 47 and 49: each row says a token of its own, so a bonus from any row but the one after the accepted drafts shows;
+// accepted is counted from the first draft and never exceeds l, so accepted + 1 rows have been judged.
 TEST(Trap, T47_T49_TheBonusComesFromTheRowAfterTheAcceptedDrafts) {
   constexpr int kDrafts = 5, kVocab = 12;
   for (const AcceptRule rule : kRules) {

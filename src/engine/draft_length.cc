@@ -12,14 +12,42 @@ namespace {
 constexpr double kForget = 1.0 - 1.0 / 256;
 // Acceptance before anything is known: as often as not, so that drafting gets its chance.
 constexpr double kPriorHits = 2.0, kPriorTries = 3.0;
-// A step of n sequences without drafts is followed by a round that is tried all the same, at first soon, then ever more
-// seldom while trying keeps failing: a round costs up to some three steps, so 1 in 256 is about 1 %.
+// Steps of either kind that are measured before they are compared, and steps of one kind after which one of the other is
+// run: at first soon, then ever more seldom. A step of the wrong kind costs up to some three of the right one, so 1 in
+// 512 is less than 1 %.
+constexpr int64_t kFirstSteps = 3;
 constexpr int64_t kFirstProbe = 16, kLastProbe = 512;
+// How fast a measured time replaces the older ones.
+constexpr double kLearn = 0.1;
 
 size_t log2_up(int64_t n) {
   size_t bits = 0;
   while ((int64_t{1} << bits) < n) ++bits;
   return bits;
+}
+
+// The entry nearest to `index` that is set; 0: none is. `lower` says how far below it lies.
+double nearest(const std::vector<double>& values, size_t index, int64_t& lower) {
+  const auto size = static_cast<int64_t>(values.size());
+  const auto at = static_cast<int64_t>(index);
+  for (int64_t distance = 0; distance <= std::max(size, at); ++distance) {
+    for (const int64_t i : {at - distance, at + distance}) {
+      if (i < 0 || i >= size || values[static_cast<size_t>(i)] == 0) continue;
+      lower = at - i;
+      return values[static_cast<size_t>(i)];
+    }
+  }
+  return 0;
+}
+
+// A step that took more than twice as long was held up by something else; one that took less than half says so of those
+// before it.
+void learn(double& value, double seen) {
+  if (value == 0 || seen < value / 2) {
+    value = seen;
+  } else {
+    value += kLearn * (std::min(seen, 2 * value) - value);
+  }
 }
 
 }  // namespace
@@ -77,8 +105,7 @@ DraftLength::DraftLength(int64_t max_drafts, int64_t fixed, bool has_confidence)
     : max_drafts_(max_drafts),
       fixed_(std::min(fixed, max_drafts)),
       has_confidence_(has_confidence),
-      rates_(static_cast<size_t>(max_drafts)),
-      probe_interval_(kFirstProbe) {}
+      rates_(static_cast<size_t>(max_drafts)) {}
 
 std::vector<double> DraftLength::acceptance() const {
   std::vector<double> out;
@@ -86,49 +113,57 @@ std::vector<double> DraftLength::acceptance() const {
   return out;
 }
 
-// Of the nearest number of sequences that was measured, in proportion beyond it.
+DraftLength::Load& DraftLength::load_of(int64_t num_seqs) {
+  const size_t index = log2_up(num_seqs);
+  while (loads_.size() <= index) loads_.push_back({.probe_interval = kFirstProbe});
+  return loads_[index];
+}
+
+// Of the nearest number of sequences that was measured, in proportion.
 double DraftLength::draft_seconds(int64_t num_seqs) const {
-  const size_t wanted = log2_up(num_seqs);
-  for (size_t distance = 0; distance < draft_seconds_.size() + wanted + 1; ++distance) {
-    if (wanted >= distance && wanted - distance < draft_seconds_.size() && draft_seconds_[wanted - distance] > 0) {
-      return draft_seconds_[wanted - distance] * std::exp2(static_cast<double>(distance));
-    }
-    if (wanted + distance < draft_seconds_.size() && draft_seconds_[wanted + distance] > 0) {
-      return draft_seconds_[wanted + distance];
-    }
-  }
-  return 0;
+  std::vector<double> seconds;
+  for (const Load& load : loads_) seconds.push_back(load.draft_seconds);
+  int64_t lower = 0;
+  const double measured = nearest(seconds, log2_up(num_seqs), lower);
+  return lower > 0 ? measured * std::exp2(static_cast<double>(lower)) : measured;
+}
+
+double DraftLength::verify_factor(int64_t rows) const {
+  int64_t lower = 0;
+  const double measured = nearest(verify_factors_, log2_up(rows), lower);
+  return measured == 0 ? 1.0 : measured;
 }
 
 int64_t DraftLength::max_drafts(int64_t num_decodes, double context, const StepCost& cost) {
   if (max_drafts_ == 0 || num_decodes == 0) return 0;
   if (fixed_ > 0) return fixed_;
+  Load& load = load_of(num_decodes);
+  if (load.plain_steps < kFirstSteps) return 0;
   const auto seqs = static_cast<double>(num_decodes);
-  const auto step_seconds = [&](int64_t drafts) {
-    const int64_t rows = num_decodes * (1 + drafts);
-    return cost.seconds(rows, static_cast<double>(rows) * context, 0);
-  };
   const std::vector<double> accept = acceptance();
-  double best = seqs / step_seconds(0);
+  double best = seqs / cost.seconds(num_decodes, seqs * context, 0);
   int64_t best_drafts = 0;
   double tokens = 1;
   double survival = 1;
   for (int64_t drafts = 1; drafts <= max_drafts_; ++drafts) {
     survival *= accept[static_cast<size_t>(drafts - 1)];
     tokens += survival;
-    const double rate = seqs * tokens / (step_seconds(drafts) + draft_seconds(num_decodes));
+    const int64_t rows = num_decodes * (1 + drafts);
+    const double seconds = cost.seconds(rows, static_cast<double>(rows) * context, 0) * verify_factor(rows);
+    const double rate = seqs * tokens / (seconds + draft_seconds(num_decodes));
     if (rate > best) {
       best = rate;
       best_drafts = drafts;
     }
   }
-  if (best_drafts == 0) {
-    if (++steps_without_ < probe_interval_) return 0;
-    probe_interval_ = std::min(2 * probe_interval_, kLastProbe);
-    best_drafts = 1;
-  } else {
-    probe_interval_ = kFirstProbe;
+  const bool unmeasured = load.drafted_steps < kFirstSteps;
+  if (unmeasured || ++load.since_other >= load.probe_interval) {
+    if (!unmeasured) load.probe_interval = std::min(2 * load.probe_interval, kLastProbe);
+    load.since_other = 0;
+    if (best_drafts > 0 && !unmeasured) return 0;
+    best_drafts = std::max<int64_t>(best_drafts, 1);
   }
+  if (best_drafts == 0) return 0;
   // Confidences say where a sequence can use more than the average one.
   return has_confidence_ ? std::min(best_drafts + 2, max_drafts_) : best_drafts;
 }
@@ -151,10 +186,12 @@ DraftPolicy DraftLength::policy(const StepPlan& plan, const StepCost& cost) cons
     drafted_seqs += plan.num_drafts[s] > 0;
     draft_pairs += static_cast<double>(plan.num_drafts[s]) * plan.first_positions[s];
   }
+  if (drafts == 0) return policy;
   policy.seconds = cost.seconds(rows, decode_pairs, prefill_pairs);
   // A straight line to what all of them cost: the curve has steps, and stopping at the first would stop too soon.
   const double whole = cost.seconds(rows + drafts, decode_pairs + draft_pairs, prefill_pairs);
-  policy.seconds_per_draft = drafts > 0 ? std::max(0.0, whole - policy.seconds) / static_cast<double>(drafts) : 0.0;
+  const double more = whole * verify_factor(rows + drafts) - policy.seconds;
+  policy.seconds_per_draft = std::max(0.0, more) / static_cast<double>(drafts);
   policy.draft_seconds = draft_seconds(drafted_seqs);
   for (size_t k = 0; k < rates_.size(); ++k) {
     const Rate& rate = rates_[k];
@@ -165,15 +202,26 @@ DraftPolicy DraftLength::policy(const StepPlan& plan, const StepCost& cost) cons
   return policy;
 }
 
-void DraftLength::observe(const StepPlan& plan, const StepResult& result) {
-  int64_t seqs = 0;
-  for (const int32_t drafts : plan.num_drafts) seqs += drafts > 0;
-  if (seqs == 0) return;
-  steps_without_ = 0;
-  const size_t bucket = log2_up(seqs);
-  if (bucket >= draft_seconds_.size()) draft_seconds_.resize(bucket + 1, 0.0);
-  double& seconds = draft_seconds_[bucket];
-  seconds = seconds == 0 ? result.draft_seconds : seconds + 0.1 * (result.draft_seconds - seconds);
+void DraftLength::observe(const StepPlan& plan, const StepResult& result, int64_t rows, double expected,
+                          double seconds) {
+  if (max_drafts_ == 0) return;
+  int64_t decodes = 0, planned = 0, verified = 0;
+  for (size_t s = 0; s < plan.sequences.size(); ++s) {
+    decodes += static_cast<int64_t>(s) < plan.num_decode_seqs && plan.wants_token[s];
+    planned += plan.num_drafts[s] > 0;
+  }
+  for (const StepResult::Row& row : result.rows) verified += row.num_drafts > 0;
+  if (decodes == 0) return;
+  Load& load = load_of(decodes);
+  if (planned > 0) learn(load_of(planned).draft_seconds, result.draft_seconds);
+  if (verified == 0) {
+    ++load.plain_steps;
+    return;
+  }
+  ++load.drafted_steps;
+  const size_t bucket = log2_up(rows);
+  if (bucket >= verify_factors_.size()) verify_factors_.resize(bucket + 1, 0.0);
+  if (expected > 0) learn(verify_factors_[bucket], seconds / expected);
   for (const StepResult::Row& row : result.rows) {
     const auto accepted = static_cast<int64_t>(row.tokens.size()) - 1;
     // Judged are the accepted ones and the first that was not.

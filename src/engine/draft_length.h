@@ -21,39 +21,52 @@ namespace moat {
 // For each sequence how many of its drafts are verified, at most limits[s]: all that there are if !policy.automatic.
 std::vector<int32_t> draft_lengths(const DraftPolicy& policy, const Drafts& drafts, std::span<const int32_t> limits);
 
-// Learns from rounds and decides before them. One thread.
+// Learns from steps and decides before them. One thread.
+//
+// Expected seconds of a step with drafts are those of a step of as many rows without, times what steps with drafts were
+// measured to take of that: their rows share experts, a state and a context. Both kinds of step are measured for every
+// order of magnitude of sequences: some at first, then one now and then, so that neither is judged by a guess.
 class DraftLength {
  public:
   DraftLength() = default;
   // max_drafts: what the drafter can. fixed > 0: always so many; else as many as pay.
   DraftLength(int64_t max_drafts, int64_t fixed, bool has_confidence);
 
-  // Drafts a sequence for a step in which `num_decodes` sequences decode with `context` cached tokens on average.
-  // 0: drafting is not expected to pay, or nothing is known yet and this is not the time to try.
+  // Drafts a sequence for a step in which `num_decodes` sequences decode with `context` cached tokens on average. `cost`
+  // is of steps without drafts. 0: drafting is not expected to pay, or this step is to be measured without.
   int64_t max_drafts(int64_t num_decodes, double context, const StepCost& cost);
 
   // What the plan's drafts are cut by.
   DraftPolicy policy(const StepPlan& plan, const StepCost& cost) const;
 
-  // After the step.
-  void observe(const StepPlan& plan, const StepResult& result);
+  // After a step that took `seconds` besides making drafts; `expected` by `cost` for its rows, drafts included.
+  void observe(const StepPlan& plan, const StepResult& result, int64_t rows, double expected, double seconds);
 
   // Chance that the draft at each position is accepted if those before it were, as measured. [max_drafts]
   std::vector<double> acceptance() const;
 
  private:
-  double draft_seconds(int64_t num_seqs) const;
-
   struct Rate {  // with older rounds counting less and less
     double hits = 0, tries = 0, promised = 0;
   };
+  // What is known of steps with about so many sequences.
+  struct Load {
+    int64_t plain_steps = 0, drafted_steps = 0;
+    int64_t since_other = 0;     // steps since the last of the kind that is not chosen
+    int64_t probe_interval = 0;  // ... after which one is run all the same
+    double draft_seconds = 0;    // of making drafts; 0: not measured
+  };
+
+  Load& load_of(int64_t num_seqs);
+  double draft_seconds(int64_t num_seqs) const;
+  double verify_factor(int64_t rows) const;
+
   int64_t max_drafts_ = 0;
   int64_t fixed_ = 0;
   bool has_confidence_ = false;
-  std::vector<Rate> rates_;            // [max_drafts]
-  std::vector<double> draft_seconds_;  // [log2 of the sequences, rounded up]; 0: not measured
-  int64_t steps_without_ = 0;          // since the last round with drafts
-  int64_t probe_interval_ = 0;         // steps without drafts after which a round is tried all the same
+  std::vector<Rate> rates_;             // [max_drafts]
+  std::vector<Load> loads_;             // [log2 of the sequences, rounded up]
+  std::vector<double> verify_factors_;  // [log2 of the rows, rounded up]; 0: not measured
 };
 
 }  // namespace moat

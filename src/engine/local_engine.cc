@@ -26,13 +26,16 @@ int64_t process_bytes(const LoadReport& report) {
 // Rows and (row, cached token) pairs of a step, drafts included.
 struct StepSize {
   int64_t rows = 0, decode_rows = 0;
+  bool has_drafts = false;
   double decode_pairs = 0, prefill_pairs = 0;
 };
 StepSize size_of(const StepPlan& plan, const StepResult& result) {
   StepSize size;
   size_t next_row = 0;
   for (size_t s = 0; s < plan.sequences.size(); ++s) {
-    const int64_t rows = plan.num_tokens[s] + (plan.wants_token[s] ? result.rows[next_row++].num_drafts : 0);
+    const int64_t drafts = plan.wants_token[s] ? result.rows[next_row++].num_drafts : 0;
+    const int64_t rows = plan.num_tokens[s] + drafts;
+    size.has_drafts |= drafts > 0;
     const double pairs = static_cast<double>(rows) * (plan.first_positions[s] + static_cast<double>(rows) / 2);
     const bool decodes = static_cast<int64_t>(s) < plan.num_decode_seqs;
     size.rows += rows;
@@ -128,13 +131,13 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
   }
   parts.runner = std::make_unique<Runner>(*parts.model, *parts.caches, pool, runner, std::move(dry), parts.drafter);
   if (o.max_step_seconds > 0 || parts.drafter != nullptr) {
-    parts.step_cost =
+    parts.step_cost = StepCostTracker(
         derive_step_cost(*parts.model, {.arch = runner.arch,
                                         .max_batched_tokens = o.max_batched_tokens,
                                         .max_num_seqs = o.max_num_seqs,
                                         .block_size = o.block_size,
                                         .read_bytes_per_second = measure_read_bandwidth(pool, Effort::kQuick),
-                                        .flops_per_second = measure_f32_flops(pool, Effort::kQuick)});
+                                        .flops_per_second = measure_f32_flops(pool, Effort::kQuick)}));
   }
   parts.info = {.vocab_size = static_cast<int32_t>(config.vocab_size),
                 .max_model_len = static_cast<int32_t>(max_len),
@@ -146,7 +149,7 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
 }
 
 void Stepper::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now) {
-  const StepCost& cost = step_cost_.current();
+  const StepCost& cost = parts_.step_cost.current();
   const int64_t drafts = parts_.draft_length.max_drafts(scheduler_.num_running(), mean_context_, cost);
   scheduler_.schedule(plan, events, now, cost, drafts);
   if (drafts > 0) plan.drafting = parts_.draft_length.policy(plan, cost);
@@ -158,9 +161,11 @@ void Stepper::run(const StepPlan& plan, std::vector<SequenceEvent>& events) {
   parts_.runner->commit(scheduler_.advance(plan, result, events));
   const StepSize size = size_of(plan, result);
   const double seconds = now_seconds() - start - result.draft_seconds;
-  step_cost_.observe(size.rows, size.decode_pairs, size.prefill_pairs, seconds);
   if (size.decode_rows > 0) mean_context_ = size.decode_pairs / static_cast<double>(size.decode_rows);
-  parts_.draft_length.observe(plan, result);
+  const double expected = parts_.step_cost.current().seconds(size.rows, size.decode_pairs, size.prefill_pairs);
+  parts_.draft_length.observe(plan, result, size.rows, expected, seconds);
+  // Rows of drafts cost less than those of as many sequences: their share is learnt apart.
+  if (!size.has_drafts) parts_.step_cost.observe(size.rows, size.decode_pairs, size.prefill_pairs, seconds);
 }
 
 LocalEngine::LocalEngine(EngineParts parts, int64_t max_queued)

@@ -52,7 +52,7 @@ struct EngineParts {
   std::unique_ptr<KimiModel> model;
   SchedulerOptions scheduler_options;
   LedgerOptions ledger_options;
-  StepCost step_cost;  // declared; unknown where neither max_step_seconds nor a drafter asks for it
+  StepCostTracker step_cost;  // unknown where neither max_step_seconds nor a drafter asks for it
   Capacity capacity;
   std::unique_ptr<CacheMemory> caches;
   std::unique_ptr<DsparkModel> draft_model;  // of a DSpark drafter
@@ -65,13 +65,12 @@ struct EngineParts {
 // `loaded` and `pool` must outlive the parts.
 Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOptions& options, ThreadPool& pool);
 
-// The steps of a scheduler on a runner, with what is learnt from one for the next: what steps cost, and how many drafts
-// pay. One thread.
+// The steps of a scheduler on a runner. What is learnt from one for the next, what steps cost and how many drafts pay,
+// stays with the parts. One thread.
 class Stepper {
  public:
   // `parts` and `scheduler` must outlive it.
-  Stepper(EngineParts& parts, Scheduler& scheduler)
-      : parts_(parts), scheduler_(scheduler), step_cost_(parts.step_cost) {}
+  Stepper(EngineParts& parts, Scheduler& scheduler) : parts_(parts), scheduler_(scheduler) {}
 
   void schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now);
   // Runs what schedule() planned, and appends what became known.
@@ -80,7 +79,6 @@ class Stepper {
  private:
   EngineParts& parts_;
   Scheduler& scheduler_;
-  StepCostTracker step_cost_;
   double mean_context_ = 0;  // of the last step's rows in decode form
 };
 

@@ -165,7 +165,7 @@ Line measure(EngineParts& off, EngineParts& on, const BenchSpeculationOptions& o
   std::vector<double> off_rates, ratios;
   std::vector<std::vector<double>> fixed_ratios(fixed.size());
   // Enough replies a run that a decode phase is not over in an instant.
-  const auto count = static_cast<size_t>(std::max<int64_t>(batch, 8));
+  const auto count = static_cast<size_t>(std::max<int64_t>(batch, 12));
   for (int r = -1; r < o.repeats; ++r) {  // -1: warm up, and learn
     const size_t first = static_cast<size_t>(r + 1) * count % std::max<size_t>(1, prompts.size() - count + 1);
     const auto group = prompts.subspan(first, std::min(count, prompts.size() - first));
@@ -239,7 +239,7 @@ Status bench_speculation_command(const BenchSpeculationOptions& o) {
   MOAT_ASSIGN(const std::unique_ptr<LoadedDspark> drafter, open_drafter(o.draft, *open.pool));
   const int64_t largest = *std::max_element(batches.begin(), batches.end());
   MOAT_ASSIGN(const std::vector<Ids> prompts,
-              load_prompts(o, open.loaded->config, std::max<int64_t>(largest, 8) * (1 + o.repeats)));
+              load_prompts(o, open.loaded->config, std::max<int64_t>(largest, 12) * (1 + o.repeats)));
   size_t longest = 0;
   for (const Ids& ids : prompts) longest = std::max(longest, ids.size());
   ScriptedDrafter scripted;

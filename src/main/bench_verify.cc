@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `moat bench verify`: from the target's logits to accepted drafts, by the dense path and by the sparse one, beside what
-// reading the bytes takes at least.
+// `moat bench verify`: from the target's logits to accepted drafts, by the dense path and by the sparse one, beside
+// what reading the bytes takes at least.
 #include <algorithm>
 #include <functional>
 #include <numeric>

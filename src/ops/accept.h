@@ -2,10 +2,10 @@
 // Which drafts of a speculative step become tokens, and the token after them. The emitted tokens follow the law of the
 // target alone, whatever the drafts are worth: docs/design/dspark.md 3.2 to 3.5.
 //
-// Rows of all sequences are stacked: sequence s has rows cu_rows[s] .. cu_rows[s + 1], one more than its l >= 0 drafts. Row
-// cu_rows[s] + k is the target's word on the token that follows the anchor and k drafts, and drafts[cu_rows[s] + k] is the
-// draft it judges; the last entry of each sequence is not read. A cut draft is a shorter one: l is what is verified.
-// A sequence without rows gets accepted 0 and bonus -1. Drafts outside [0, vocab) are never accepted.
+// Rows of all sequences are stacked: sequence s has rows cu_rows[s] .. cu_rows[s + 1], one more than its l >= 0 drafts.
+// Row cu_rows[s] + k is the target's word on the token that follows the anchor and k drafts, and drafts[cu_rows[s] + k]
+// is the draft it judges; the last entry of each sequence is not read. A cut draft is a shorter one: l is what is
+// verified. A sequence without rows gets accepted 0 and bonus -1. Drafts outside [0, vocab) are never accepted.
 #pragma once
 
 #include <span>
@@ -16,9 +16,10 @@
 
 namespace moat {
 
-// accepted[s] = how many leading drafts equal the token chosen in their row; bonus[s] = the token chosen in the row after
-// them. For greedy decoding, for tokens drawn beforehand, and for proposals that are a function of the prefix (dspark.md 3.3).
-// A chosen token of -1 is a row that could not be used: it equals no draft, and as a bonus it fails the request.
+// accepted[s] = how many leading drafts equal the token chosen in their row; bonus[s] = the token chosen in the row
+// after them. For greedy decoding, for tokens drawn beforehand, and for proposals that are a function of the prefix
+// (dspark.md 3.3). A chosen token of -1 is a row that could not be used: it equals no draft, and as a bonus it fails
+// the request.
 struct MatchDraftsArgs {
   Tensor accepted;                   // [seqs] i32
   Tensor bonus;                      // [seqs] i32
@@ -45,13 +46,13 @@ struct TargetRows {
 
 // p = target row, q = the law its draft was really drawn from, x = draft, u = its accept uniform, all f64.
 //   kToken   accept x while u q(x) < p(x). After a failure the bonus is drawn from max(p - q, 0).
-//   kBlock   w_0 = 1, w_i = min(w_{i-1} p(x_i) / q(x_i), 1); h_i = Z / (Z + 1 - w_i) with Z = sum max(w_i p - q, 0) of the row
-//            after draft i (0 / 0 is 1), h_l = w_l. accepted = the largest i with u_i < h_i: a later success overrides an
-//            earlier failure. The bonus is drawn from max(w_a p - q, 0), a < l.
+//   kBlock   w_0 = 1, w_i = min(w_{i-1} p(x_i) / q(x_i), 1); h_i = Z / (Z + 1 - w_i), 0 / 0 being 1, where Z is
+//            sum max(w_i p - q, 0) of the row after draft i; h_l = w_l. accepted = the largest i with u_i < h_i: a later
+//            success overrides an earlier failure. The bonus is drawn from max(w_a p - q, 0), a < l.
 //   kOneHot  accept x while u < p(x). After a failure the bonus is drawn from p without x.
-// All accepted, or a residual without mass: the bonus is drawn from p. Draws are by inverse CDF in index order, as in draw.
-// bonus -1: the row that it comes from has a NaN, an infinity or no mass (or q has a NaN where p has mass): the caller fails
-// that request, and no other is affected. Comparisons with a NaN accept nothing.
+// All accepted, or a residual without mass: the bonus is drawn from p. Draws are by inverse CDF in index order, as in
+// draw. bonus -1: the row that it comes from has a NaN, an infinity or no mass (or q has a NaN where p has mass): the
+// caller fails that request, and no other is affected. Comparisons with a NaN accept nothing.
 struct AcceptDraftsArgs {
   Tensor accepted;                   // [seqs] i32, 0 to l
   Tensor bonus;                      // [seqs] i32

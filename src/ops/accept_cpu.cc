@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Portable kernels of accept.h. A decision reads two numbers a row for as long as it can; what is summed over the
-// vocabulary are the rows that decide: the row pair of the bonus, and under the block rule those whose uniform leaves them a
-// chance. Sums go by chunks of fixed size, added in order, so they do not depend on who computed which.
+// vocabulary are the rows that decide: the row pair of the bonus, and under the block rule those whose uniform leaves
+// them a chance. Sums go by chunks of fixed size, added in order, so they do not depend on who computed which.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -206,8 +206,8 @@ class Verifier {
     return weights.id(draw(weights, args_.bonus_uniforms[seq_] * total));
   }
 
-  // First entry whose cumulative weight exceeds `target`, with the chunk sums of `w` at hand. Where rounding leaves none,
-  // the last entry that weighs anything.
+  // First entry whose cumulative weight exceeds `target`, with the chunk sums of `w` at hand. Where rounding leaves
+  // none, the last entry that weighs anything.
   int64_t draw(const Weights& w, double target) const {
     int64_t chunk = 0;
     double before = 0;

@@ -96,7 +96,8 @@ Case random_top_k(uint64_t seed) {
       {{"rows", rng.below(20)}, {"vocab", 1 + rng.below(3000)}, {"width", 1 + rng.below(100)}, {"kind", rng.below(3)}}};
 }
 
-// kind 0: distinct logits; 1: whole numbers, so that most rows have ties at rank k, and damaged rows; 2: rounded to bf16.
+// kind 0: distinct logits; 1: whole numbers, so that most rows have ties at rank k, and damaged rows; 2: rounded to
+// bf16.
 TopKProbsArgs build_top_k_probs(const Case& c, CaseData& data) {
   const int64_t rows = c["rows"];
   const int64_t vocab = c["vocab"];

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distributions that are zero but for a few ids. With a top-k, what a row needs of its logits is one pass over them and a few
-// dozen entries; the dense path (sample.h) writes and reads the vocabulary several times. Both give the same distribution.
+// Distributions that are zero but for a few ids. With a top-k, what a row needs of its logits is one pass over them and
+// a few dozen entries; the dense path (sample.h) writes and reads the vocabulary several times. Both give the same
+// distribution.
 #pragma once
 
 #include <span>
@@ -19,10 +20,11 @@ struct CompactRows {
   bool is_set() const { return ids.is_set(); }
 };
 
-// The non-zero entries of min_p_renorm(top_p_renorm(top_k_renorm(softmax(logits / temperature)))), each stage as in sample.h,
-// for 1 <= k < vocab: k <= 0 acts as 1, k >= vocab keeps all. Ties at rank k are kept, so more than k entries may survive:
-// `width` should leave room for some. Compared are logits; values so close that only their rounded probabilities tie do not.
-// counts 0: NaN, +inf or nothing finite among the logits (or min_p > 1); such a row is zero on the dense path.
+// The non-zero entries of min_p_renorm(top_p_renorm(top_k_renorm(softmax(logits / temperature)))), each stage as in
+// sample.h, for 1 <= k < vocab: k <= 0 acts as 1, k >= vocab keeps all. Ties at rank k are kept, so more than k entries
+// may survive: `width` should leave room for some. Compared are logits; values so close that only their rounded
+// probabilities tie do not. counts 0: NaN, +inf or nothing finite among the logits (or min_p > 1); such a row is zero
+// on the dense path.
 struct TopKProbsArgs {
   CompactRows out;
   Tensor logits;                       // [rows, vocab] f32

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pass of top_k_probs over the vocabulary in Highway: largest logit of each block, and whether a NaN or +inf is there.
+// The pass of top_k_probs over the vocabulary in Highway: largest logit of each block, and whether a NaN or +inf is
+// there.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/sparse_hwy.cc"
 #include <hwy/foreach_target.h>

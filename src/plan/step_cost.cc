@@ -60,10 +60,12 @@ void StepCostTracker::observe(int64_t rows, double decode_pairs, double prefill_
     squares += part * part;
   }
   constexpr double kWeight = 0.2;  // of the newest step
-  constexpr double kMost = 0.5;    // of what was expected: a step that something else held up says little
-  const double error = std::clamp(seconds - expected, -kMost * expected, kMost * expected);
+  constexpr double kMost = 0.5;    // of what was expected: a step that something else held up says little,
+  constexpr double kHeldUp = 0.8;  // but one that took less than half says that those before it were held up
+  const double weight = seconds < kMost * expected ? kHeldUp : kWeight;
+  const double error = std::min(seconds - expected, kMost * expected);
   for (const Part& p : parts) {
-    if (p.declared > 0) *p.factor *= 1 + kWeight * error * (*p.factor * p.declared) / squares;
+    if (p.declared > 0) *p.factor *= 1 + weight * error * (*p.factor * p.declared) / squares;
   }
   rebuild();
 }
