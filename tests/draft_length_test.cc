@@ -2,7 +2,9 @@
 // How many drafts pay, what the n-gram drafter finds, and counts that follow drafts and come back: plain values, no model.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <numeric>
 
 #include "base/rng.h"
 #include "engine/draft_length.h"
@@ -84,11 +86,23 @@ TEST(DraftLengths, LimitsAndMissingDrafts) {
   EXPECT_EQ(plain.lengths(), Ids{2});
 }
 
+// A rule that must not be used: all drafts of a sequence whose confidences promise half of them, or none.
+std::vector<int32_t> looking_ahead(const Case& c) {
+  std::vector<int32_t> lengths;
+  const auto width = static_cast<size_t>(c.drafts.width);
+  for (size_t s = 0; s < c.limits.size(); ++s) {
+    const auto first = c.drafts.confidence.begin() + static_cast<std::ptrdiff_t>(s * width);
+    const float promised = std::accumulate(first, first + c.limits[s], 0.0F);
+    lengths.push_back(promised > 0.5F * static_cast<float>(c.limits[s]) ? c.limits[s] : 0);
+  }
+  return lengths;
+}
+
 // Whether draft k is verified never depends on what was drafted at k or after it, whose confidences are k+1 and later
 // ones (dspark.md 3.5).
 TEST(DraftLengths, ADecisionDoesNotLookAhead) {
   Rng rng(1);
-  int64_t cut = 0, decisions = 0;
+  int64_t cut = 0, decisions = 0, caught = 0;
   for (int i = 0; i < 2000; ++i) {
     const auto seqs = static_cast<size_t>(1 + rng.below(5));
     const auto width = static_cast<size_t>(1 + rng.below(7));
@@ -99,7 +113,7 @@ TEST(DraftLengths, ADecisionDoesNotLookAhead) {
     Case c(confidence, 1 + rng.uniform(), 0.3 * rng.uniform());
     for (float& factor : c.policy.factor) factor = static_cast<float>(rng.uniform(0.5, 1.5));
     for (int32_t& limit : c.limits) limit = static_cast<int32_t>(rng.below(static_cast<int64_t>(width) + 1));
-    const std::vector<int32_t> before = c.lengths();
+    const std::vector<int32_t> before = c.lengths(), control = looking_ahead(c);
     const auto s = static_cast<size_t>(rng.below(static_cast<int64_t>(seqs)));
     for (size_t k = 0; k < width; ++k) {
       Case other = c;
@@ -111,122 +125,146 @@ TEST(DraftLengths, ADecisionDoesNotLookAhead) {
       EXPECT_EQ(other.lengths()[s] > static_cast<int32_t>(k), is_verified) << "draft " << k << " of " << s;
       ++decisions;
       cut += !is_verified;
+      caught += (looking_ahead(other)[s] > static_cast<int32_t>(k)) != (control[s] > static_cast<int32_t>(k));
     }
   }
   EXPECT_GT(cut, decisions / 10);
   EXPECT_LT(cut, decisions * 9 / 10);
+  EXPECT_GT(caught, 0) << "a rule that looks ahead would pass, too";
 }
 
 // --- whether drafting pays ---
 
-// A step of one sequence with a round of `drafts`, of which the first `accepted` were.
-struct RoundOf {
+// A step of so many sequences that decode, each with a round of `drafts`, of which the first `accepted` were.
+struct StepOf {
   StepPlan plan;
   StepResult result;
-  RoundOf(int32_t drafts, int32_t accepted, float confidence = -1) {
-    plan.sequences = {1};
-    plan.num_tokens = {1};
-    plan.first_positions = {100};
-    plan.wants_token = {1};
-    plan.num_drafts = {drafts};
-    plan.num_decode_seqs = 1;
-    StepResult::Row& row = result.rows.emplace_back();
-    row.sequence = 1;
-    row.num_drafts = drafts;
-    row.tokens.resize(static_cast<size_t>(accepted) + 1);
-    if (confidence >= 0) row.confidence.assign(static_cast<size_t>(drafts), confidence);
-    result.draft_seconds = 0.01;
+  int64_t rows = 0;
+  StepOf(int64_t seqs, int32_t drafts, int32_t accepted, float confidence = -1) : rows(seqs * (1 + drafts)) {
+    for (int64_t s = 0; s < seqs; ++s) {
+      plan.sequences.push_back(static_cast<SequenceId>(s) + 1);
+      plan.num_tokens.push_back(1);
+      plan.first_positions.push_back(100);
+      plan.wants_token.push_back(1);
+      plan.num_drafts.push_back(drafts);
+      StepResult::Row& row = result.rows.emplace_back();
+      row.sequence = plan.sequences.back();
+      row.num_drafts = drafts;
+      row.tokens.resize(static_cast<size_t>(accepted) + 1);
+      if (confidence >= 0) row.confidence.assign(static_cast<size_t>(drafts), confidence);
+    }
+    plan.num_decode_seqs = seqs;
+    result.draft_seconds = drafts > 0 ? 0.001 : 0;
   }
 };
 
 // Seconds of a step: `start`, and `row` for each row.
 StepCost cost(double start, double row) { return {.rows_seconds = {{0, start}, {1000, start + 1000 * row}}}; }
 
+// The step took `factor` of what so many rows without drafts are expected to take.
+void observe(DraftLength& length, const StepOf& step, const StepCost& each, double factor = 1.0) {
+  const double expected = each.seconds(step.rows, 0, 0);
+  length.observe(step.plan, step.result, step.rows, expected, factor * expected);
+}
+
+// One that has measured steps of both kinds; three drafts a round were accepted.
+DraftLength measured(int64_t seqs, const StepCost& each, bool has_confidence = false) {
+  DraftLength length(7, 0, has_confidence);
+  for (int i = 0; i < 3; ++i) observe(length, StepOf(seqs, 0, 0), each);
+  for (int i = 0; i < 3; ++i) observe(length, StepOf(seqs, 7, 3, has_confidence ? 0.5F : -1.0F), each);
+  return length;
+}
+
 TEST(DraftLength, PinnedNumbersAreTaken) {
   DraftLength length(7, 3, true);
-  for (int i = 0; i < 300; ++i) {
-    EXPECT_EQ(length.max_drafts(4, 100, cost(0, 1)), 3);  // whether it pays or not
-    const RoundOf round(3, 0, 0.9F);
-    length.observe(round.plan, round.result);
+  for (int i = 0; i < 600; ++i) {
+    EXPECT_EQ(length.max_drafts(4, 100, cost(0, 1)), 3);  // whether it pays or not, measured or not
+    observe(length, StepOf(4, 3, 0, 0.9F), cost(0, 1));
   }
-  EXPECT_FALSE(length.policy(RoundOf(3, 0).plan, cost(0, 1)).automatic);
+  EXPECT_FALSE(length.policy(StepOf(4, 3, 0).plan, cost(0, 1)).automatic);
   EXPECT_EQ(length.max_drafts(0, 100, cost(1, 0)), 0) << "nobody decodes";
   EXPECT_EQ(DraftLength().max_drafts(4, 100, cost(1, 0)), 0) << "no drafter";
 }
 
+// Neither kind of step is judged by a guess: three of each come first, whatever is expected of them.
+TEST(DraftLength, BothKindsOfStepAreMeasuredFirst) {
+  for (const StepCost& each : {cost(1, 1e-6), cost(0, 1)}) {
+    DraftLength length(7, 0, false);
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(length.max_drafts(1, 0, each), 0);
+      observe(length, StepOf(1, 0, 0), each);
+    }
+    for (int i = 0; i < 3; ++i) {
+      const int64_t drafts = length.max_drafts(1, 0, each);
+      EXPECT_GE(drafts, 1);
+      observe(length, StepOf(1, static_cast<int32_t>(drafts), 1), each);
+    }
+  }
+}
+
 TEST(DraftLength, AsManyAsPay) {
-  DraftLength cheap(7, 0, false);
-  EXPECT_EQ(cheap.max_drafts(1, 0, cost(1, 1e-6)), 7) << "rows cost nothing";
-  DraftLength dear(7, 0, false);
-  EXPECT_EQ(dear.max_drafts(1, 0, cost(0, 1)), 0) << "a row costs as much as a step";
-  DraftLength some(7, 0, false);
-  const int64_t between = some.max_drafts(1, 0, cost(1, 0.2));
-  EXPECT_GT(between, 0);
-  EXPECT_LT(between, 7);
+  const auto most = [](int64_t seqs, const StepCost& each, bool has_confidence = false) {
+    return measured(seqs, each, has_confidence).max_drafts(seqs, 0, each);
+  };
+  EXPECT_EQ(most(1, cost(1, 1e-6)), 7) << "rows cost nothing";
+  EXPECT_EQ(most(1, cost(0, 1)), 0) << "a row costs as much as a step";
+  EXPECT_EQ(most(1, cost(1, 0.2)), 3) << "as far as they are accepted";
   // Confidences say where a sequence can use more than the average one.
-  DraftLength confident(7, 0, true);
-  EXPECT_EQ(confident.max_drafts(1, 0, cost(1, 0.2)), between + 2);
-  // With more sequences in the step, rows are what it consists of.
-  EXPECT_LT(DraftLength(7, 0, false).max_drafts(64, 0, cost(1, 0.2)), between);
+  EXPECT_EQ(most(1, cost(1, 0.2), true), 5);
+  // Rows of drafts may be found to cost less than those of as many sequences.
+  EXPECT_EQ(most(64, cost(0, 1)), 0);
+  DraftLength shared = measured(64, cost(0, 1));
+  for (int i = 0; i < 30; ++i) observe(shared, StepOf(64, 3, 3), cost(0, 1), 0.3);
+  EXPECT_GT(shared.max_drafts(64, 0, cost(0, 1)), 0);
 }
 
 // Off while rounds do not pay, tried again ever more seldom, and on again when they do.
 TEST(Trap, T15_OffBelowBreakEvenAndBackAgain) {
-  DraftLength length(7, 0, false);
   const StepCost each = cost(1, 0.3);
+  DraftLength length = measured(1, each);
   ASSERT_GT(length.max_drafts(1, 0, each), 0);
-  for (int i = 0; i < 50; ++i) {
-    const RoundOf round(3, 0);
-    length.observe(round.plan, round.result);
-  }
-  EXPECT_LT(length.acceptance()[0], 0.1);
+  const auto one_step = [&](bool accepts) {
+    const auto drafts = static_cast<int32_t>(length.max_drafts(1, 0, each));
+    observe(length, StepOf(1, drafts, accepts ? drafts : 0), each);
+    return drafts;
+  };
+  int64_t until_off = 0;
+  for (int in_a_row = 0; in_a_row < 8 && until_off < 1000; ++until_off)
+    in_a_row = one_step(false) == 0 ? in_a_row + 1 : 0;
+  EXPECT_LT(until_off, 60);
   std::vector<int> pauses;
-  for (int pause = 0; pauses.size() < 9;) {
-    const int64_t drafts = length.max_drafts(1, 0, each);
-    if (drafts == 0) {
-      ++pause;
-      continue;
-    }
-    EXPECT_EQ(drafts, 1) << "trying costs one row";
-    pauses.push_back(pause + 1);
-    pause = 0;
-    const RoundOf round(1, 0);
-    length.observe(round.plan, round.result);
-  }
-  EXPECT_EQ(pauses, (std::vector<int>{16, 32, 64, 128, 256, 512, 512, 512, 512}));
-  int64_t tries = 0;
-  for (int64_t steps = 0; steps < 512 * 300 && tries < 300; ++steps) {
-    const int64_t drafts = length.max_drafts(1, 0, each);
+  for (int pause = 1; pauses.size() < 10; ++pause) {
+    const int32_t drafts = one_step(false);
     if (drafts == 0) continue;
-    ++tries;
-    const RoundOf round(static_cast<int32_t>(drafts), static_cast<int32_t>(drafts));
-    length.observe(round.plan, round.result);
-    if (drafts > 1) break;
+    EXPECT_EQ(drafts, 1) << "trying costs one row";
+    pauses.push_back(pause);
+    pause = 0;
   }
-  EXPECT_LT(tries, 300) << "accepted drafts do not bring drafting back";
-  EXPECT_GT(length.max_drafts(1, 0, each), 0);
+  EXPECT_TRUE(std::is_sorted(pauses.begin(), pauses.end())) << fmt::format("{}", fmt::join(pauses, " "));
+  EXPECT_EQ(pauses.back(), 512);
+  int64_t until_on = 0;
+  for (int in_a_row = 0; in_a_row < 8 && until_on < 50'000; ++until_on)
+    in_a_row = one_step(true) > 0 ? in_a_row + 1 : 0;
+  EXPECT_LT(until_on, 512 * 20) << "accepted drafts do not bring drafting back";
 }
 
 // A round judges the accepted drafts and the first that was not; later ones say nothing.
 TEST(DraftLength, LearnsFromWhatWasJudged) {
+  const StepCost each = cost(1, 0.25);
   DraftLength length(4, 0, true);
-  for (int i = 0; i < 2000; ++i) {
-    const RoundOf round(4, i % 2 == 0 ? 2 : 1, 0.8F);
-    length.observe(round.plan, round.result);
-  }
+  for (int i = 0; i < 2000; ++i) observe(length, StepOf(1, 4, i % 2 == 0 ? 2 : 1, 0.8F), each, 0.8);
   const std::vector<double> acceptance = length.acceptance();
   EXPECT_NEAR(acceptance[0], 1.0, 0.02);
   EXPECT_NEAR(acceptance[1], 0.5, 0.02);
   EXPECT_NEAR(acceptance[2], 0.0, 0.03);
   EXPECT_NEAR(acceptance[3], 2.0 / 3, 1e-9) << "never judged: what is assumed at first";
-  // Promises of .8 are brought to what was kept.
-  const StepCost each = cost(1, 0.25);
-  const DraftPolicy policy = length.policy(RoundOf(4, 0).plan, each);
+  const DraftPolicy policy = length.policy(StepOf(1, 4, 0).plan, each);
   EXPECT_TRUE(policy.automatic);
   EXPECT_EQ(policy.num_decodes, 1);
   EXPECT_NEAR(policy.seconds, 1.25, 1e-9);
-  EXPECT_NEAR(policy.seconds_per_draft, 0.25, 1e-9);
-  EXPECT_NEAR(policy.draft_seconds, 0.01, 1e-9);
+  EXPECT_NEAR(policy.seconds_per_draft, (0.8 * 2.25 - 1.25) / 4, 1e-9) << "of what rounds were measured to take";
+  EXPECT_NEAR(policy.draft_seconds, 0.001, 1e-9);
+  // Promises of .8 are brought to what was kept.
   EXPECT_NEAR(policy.factor[0], 1 / 0.8, 0.03);
   EXPECT_NEAR(policy.factor[1], 0.5 / 0.8, 0.03);
 }
