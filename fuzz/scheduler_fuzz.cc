@@ -22,9 +22,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (limit != nullptr && total.steps >= std::strtoll(limit, nullptr, 10)) {
     fmt::print(
         "{} steps of {} workloads: {} requests, {} preemptions, {} restores ({} prompt tokens), {} checkpoints saved, "
-        "{} evicted, {} timeouts, {} cancels, {} errors, {} flushes\n",
+        "{} evicted, {} timeouts, {} cancels, {} errors, {} flushes; {} of {} drafts accepted in {} rounds, {} of which "
+        "saved a checkpoint\n",
         total.steps, workloads, total.requests, total.preemptions, total.hits, total.cached_tokens, total.saves,
-        total.evictions, total.timeouts, total.cancels, total.errors, total.flushes);
+        total.evictions, total.timeouts, total.cancels, total.errors, total.flushes, total.accepted,
+        total.drafted, total.rounds, total.saves_in_rounds);
     std::fflush(stdout);
     std::_Exit(0);
   }

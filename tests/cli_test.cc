@@ -21,6 +21,7 @@ using test::run_moat;
 using test::ScratchDir;
 
 std::string nano_dir() { return test::source_dir() + "/models/moat-nano"; }
+std::string dspark_dir() { return nano_dir() + "-dspark"; }
 std::string small_dir() { return golden_dir() + "/k3-random-small"; }
 
 Json golden_json(const std::string& name) {
@@ -348,6 +349,59 @@ TEST(Generate, SeedsReproduce) {
   EXPECT_EQ(with({"--temperature", "0", "--seed", "7"}), with({"--temperature", "1", "--top-p", "1e-6"}));
 }
 
+// Drafts change when tokens come, not which: greedy and with a seed, for both drafters and any number of drafts.
+TEST(Generate, DraftsDoNotShow) {
+  const std::vector<std::vector<std::string>> drafters = {{"--draft", dspark_dir()},
+                                                          {"--draft", dspark_dir(), "--num-draft-tokens", "7"},
+                                                          {"--draft-ngram"},
+                                                          {"--draft", dspark_dir(), "--num-draft-tokens", "0"}};
+  const std::vector<std::vector<std::string>> samplings = {{"--temperature", "0"},
+                                                           {"--temperature", "0.8", "--top-p", "0.95", "--seed", "7"}};
+  for (const std::vector<std::string>& sampling : samplings) {
+    std::vector<std::string> common = {"--prompt", "Once upon a time", "--max-tokens", "60", "--ignore-eos"};
+    common.insert(common.end(), sampling.begin(), sampling.end());
+    const Json plain = generate(common);
+    EXPECT_EQ(ids_of(at(plain, "ids")).size(), 60U);
+    for (const std::vector<std::string>& drafter : drafters) {
+      std::vector<std::string> more = common;
+      more.insert(more.end(), drafter.begin(), drafter.end());
+      const Json drafted = generate(more);
+      for (const char* key : {"ids", "text", "finish_reason"}) EXPECT_EQ(at(drafted, key), at(plain, key));
+      for (const char* key : {"prompt_tokens", "completion_tokens", "total_tokens"}) {
+        EXPECT_EQ(at(drafted, "usage", key), at(plain, "usage", key));
+      }
+    }
+  }
+}
+
+TEST(Generate, DrafterErrors) {
+  const auto with_drafter = [](const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = {"generate", "-m", nano_dir(), "--prompt", "a", "--max-tokens", "1"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  };
+  expect_failure(with_drafter({"--draft", "/no/such/drafter"}), {"/no/such/drafter/config.json", "No such file"});
+  expect_failure(with_drafter({"--draft", nano_dir()}), {"architectures", "KimiK3", "DSpark"});
+  expect_failure(with_drafter({"--draft", dspark_dir(), "--num-draft-tokens", "8"}), {"8 draft tokens", "at most 7"});
+  // A drafter of another target, and one with a tensor too few or of another width.
+  const auto config = parsed(*read_file(dspark_dir() + "/config.json"));
+  const auto damaged = [&](const char* key, const Json& value) {
+    Json changed = config;
+    for (Json* part : {changed.find("dflash_config"), &changed}) {
+      if (part == nullptr || part->find(key) == nullptr) continue;
+      part->set(key, value);
+      break;
+    }
+    auto scratch = std::make_unique<ScratchDir>();
+    scratch->write("config.json", changed.dump());
+    scratch->write("model.safetensors", *read_file(dspark_dir() + "/model.safetensors"));
+    return scratch;
+  };
+  const auto narrow = damaged("hidden_size", 160), deep = damaged("num_target_layers", 93);
+  expect_failure(with_drafter({"--draft", *narrow / ""}), {"160", "192"});
+  expect_failure(with_drafter({"--draft", *deep / ""}), {"num_target_layers", "93", "9"});
+}
+
 TEST(Generate, Errors) {
   expect_failure({"generate", "-m", nano_dir()}, {"--prompt", "--messages"});
   expect_failure({"generate", "-m", nano_dir(), "--messages", "/no/such/file.json"}, {"/no/such/file.json"});
@@ -540,6 +594,11 @@ TEST(Main, BadFlagsAreNamed) {
   refused({"generate", "-m", nano_dir(), "--prompt", "a", "--max-tokens", "0"}, "--max-tokens");
   refused({"generate", "-m", nano_dir(), "--prompt", "a", "--threads", "0"}, "--threads");
   refused({"generate", "-m", nano_dir(), "--prompt", "a", "--threads", "5000"}, "--threads");
+  for (const char* command : {"generate", "serve"}) {
+    refused({command, "-m", nano_dir(), "--draft", dspark_dir(), "--draft-ngram"}, "--draft excludes --draft-ngram");
+    refused({command, "-m", nano_dir(), "--draft-ngram", "--num-draft-tokens", "64"}, "--num-draft-tokens");
+    refused({command, "-m", nano_dir(), "--draft-ngram", "--num-draft-tokens", "some"}, "--num-draft-tokens");
+  }
   refused({"serve", "-m", nano_dir(), "--port", "65536"}, "--port");
   refused({"serve", "-m", nano_dir(), "--memory-fraction", "0"}, "--memory-fraction");
   refused({"serve", "-m", nano_dir(), "--max-batched-tokens", "1000000000"}, "--max-batched-tokens");

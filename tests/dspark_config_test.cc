@@ -384,6 +384,35 @@ TEST(Loader, BadCheckpointsAreRefusedByName) {
       {"lm_head.weight", "d2t"});
 }
 
+// No tensor of any layout is optional by accident, none is left over, and each is used whole, from one shard or three.
+TEST(Trap, T81_EveryTensorIsConsumed) {
+  ThreadPool pool(1);
+  for (const Json& config : {test::flat_draft_config(), test::nested_draft_config(), test::pruned_draft_config(),
+                             test::mla_draft_config()}) {
+    const TinyDraft good(config);
+    for (const int num_shards : {1, 3}) {
+      const TempDir dir;
+      good.write(dir.path(), num_shards);
+      const auto loaded = load_dspark(dir.path(), pool);
+      ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+      const DraftLoadReport& report = (*loaded)->report;
+      EXPECT_EQ(report.num_tensors, good.tensors.size());
+      EXPECT_EQ(report.num_used + report.num_ignored, report.num_tensors);
+    }
+    for (const TinyTensor& tensor : good.tensors) {
+      TinyDraft without = good, longer = good;
+      without.erase(tensor.name);
+      expect_bad_checkpoint(without, {tensor.name.c_str()});
+      // One more row, or one more value of a vector: nothing is cut off.
+      TinyTensor& t = longer.tensor(tensor.name);
+      const int64_t row = t.dims.count() / t.dims[0];
+      t.dims[0] += 1;
+      t.bytes.resize(t.bytes.size() + static_cast<size_t>(dtype_bytes(t.dtype, row)), '\0');
+      expect_bad_checkpoint(longer, {tensor.name.c_str()});
+    }
+  }
+}
+
 // Damaged headers of a good file: refused or read, never a crash.
 TEST(Loader, FlippedBytes) {
   const TempDir dir;

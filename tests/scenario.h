@@ -4,19 +4,25 @@
 //   # comment
 //   options max_num_seqs=2 max_batched_tokens=100 block_size=16 num_blocks=64 num_slots=4     first line, once
 //           also: max_model_len, max_step_ms, seconds_per_priority, checkpoint_interval, checkpoint_gap, deterministic,
-//           prefix_cache (0 or 1); row_ms and start_ms make the expected cost of a step start_ms + rows * row_ms
+//           prefix_cache (0 or 1), verify_rows; row_ms and start_ms make the expected cost of a step start_ms + rows *
+//           row_ms
 //   time 2.5                              seconds, for what follows
-//   add A prompt=sys:64+a:10 max_tokens=5 [priority=-1] [timeout=2] [salt=s] [ends=64,74] [restore=0] [ignore_eos=1]
+//   add A prompt=sys:64+a:10 max_tokens=5 [priority=-1] [timeout=2] [salt=s] [ends=64,74] [restore=0] [ignore_eos=1] [speculative=0]
 //           a prompt is a sum of name:count, the first `count` tokens of an endless text of that name
 //   cancel A
 //   flush
-//   answer A=9 B=-1                       of the next step: the token sampled (9 is eos, -1 fails); 5 without a word
-//   step A@0+64 B@12+1!                   schedule, compute, advance: each sequence with first row and number of rows,
-//                                         in plan order; ! where a token is sampled; nothing after `step`: an empty plan
+//   drafts 3                              what steps from here on may draft for a sequence, at most
+//   answer A=9 B=-1 C=5,5,7 D=5,6/2       of the next step: the tokens sampled (9 is eos, -1 fails), the first of them
+//                                         accepted drafts; of so many verified drafts, or of all that were planned. 5
+//                                         without a word
+//   step A@0+64 B@12+1! C@5+1(3)!         schedule, compute, advance: each sequence with first row and number of rows,
+//                                         in plan order, drafts in brackets; ! where a token is sampled; nothing after
+//                                         `step`: an empty plan
 //   step ...                              any plan
 //   run 10                                so many steps, whatever they are
 //   ends A=length B=timeout               what ended since the last `ends` line, exactly (sorted by name)
 //   expect waiting=1 running=2 cached A=64 preemptions=0 blocks_used=3 blocks_cached=4 checkpoints=1 saved=2 restored=1
+//           also: recomputed, slots_used, evicted, rounds, drafted, accepted
 #pragma once
 
 #include <fstream>
@@ -63,6 +69,7 @@ class Scenario {
     if (verb == "time") return now_ = std::stod(words.at(1)), "";
     if (verb == "add") return add(words);
     if (verb == "cancel") return scheduler_->cancel(ids_.at(words.at(1))), "";
+    if (verb == "drafts") return max_drafts_ = std::stoll(words.at(1)), "";
     if (verb == "flush") return scheduler_->flush_cache(), "";
     if (verb == "answer") return set_answers(words);
     if (verb == "step") return step(words);
@@ -77,7 +84,7 @@ class Scenario {
 
   std::string set_options(const Words& words) {
     SchedulerOptions o{.max_num_seqs = 4, .max_batched_tokens = 256, .max_model_len = 1000, .eos_token_id = 9};
-    CacheSizes sizes{.block_size = 16, .num_blocks = 64, .num_slots = 0};
+    CacheSizes sizes{.block_size = 16, .num_blocks = 64, .num_slots = 0, .verify_rows = 64};
     LedgerOptions ledger;
     double row_ms = 0;
     double start_ms = 0;
@@ -109,6 +116,8 @@ class Scenario {
         sizes.num_slots = whole;
       else if (key == "prefix_cache")
         ledger.prefix_cache = whole != 0;
+      else if (key == "verify_rows")
+        sizes.verify_rows = whole;
       else if (key == "row_ms")
         row_ms = value;
       else if (key == "start_ms")
@@ -155,6 +164,8 @@ class Scenario {
         r.restore_prefix = text != "0";
       } else if (key == "ignore_eos") {
         r.sampling.ignore_eos = text != "0";
+      } else if (key == "speculative") {
+        r.speculative = text != "0";
       } else {
         return "no such field: " + key;
       }
@@ -168,31 +179,45 @@ class Scenario {
 
   std::string set_answers(const Words& words) {
     for (size_t i = 1; i < words.size(); ++i) {
-      const auto [name, token] = split(words[i], '=');
-      answers_[ids_.at(name)] = std::stoi(token);
+      const auto [name, text] = split(words[i], '=');
+      const auto [tokens, verified] = split(text, '/');
+      Answer& answer = answers_[ids_.at(name)];
+      answer = {.num_drafts = verified.empty() ? -1 : std::stoi(verified)};
+      std::istringstream parts(tokens);
+      for (std::string part; std::getline(parts, part, ',');) answer.tokens.push_back(std::stoi(part));
     }
     return "";
   }
 
+  struct Answer {
+    std::vector<int32_t> tokens;
+    int32_t num_drafts = -1;  // all that were planned
+  };
+
   std::string one_step() {
     StepPlan plan;
     std::vector<SequenceEvent> events;
-    scheduler_->schedule(plan, events, now_, cost_);
+    scheduler_->schedule(plan, events, now_, cost_, {.max_drafts = max_drafts_});
     std::string text;
     StepResult result;
     for (size_t s = 0; s < plan.sequences.size(); ++s) {
       const SequenceId id = plan.sequences[s];
-      text += fmt::format("{}{}@{}+{}{}", s == 0 ? "" : " ", names_.at(id), plan.first_positions[s], plan.num_tokens[s],
-                          plan.wants_token[s] ? "!" : "");
+      const int32_t drafts = plan.num_drafts[s];
+      text +=
+          fmt::format("{}{}@{}+{}{}{}", s == 0 ? "" : " ", names_.at(id), plan.first_positions[s], plan.num_tokens[s],
+                      drafts > 0 ? fmt::format("({})", drafts) : "", plan.wants_token[s] ? "!" : "");
       if (!plan.wants_token[s]) continue;
-      const auto answer = answers_.find(id);
-      const int32_t token = answer == answers_.end() ? 5 : answer->second;
+      const auto found = answers_.find(id);
+      const Answer answer = found == answers_.end() ? Answer{.tokens = {5}} : found->second;
       StepResult::Row& row = result.rows.emplace_back();
       row.sequence = id;
-      if (token < 0) {
-        row.error = "not finite";
-      } else {
-        row.tokens.push_back({.token_id = token});
+      row.num_drafts = answer.num_drafts < 0 ? drafts : answer.num_drafts;
+      for (const int32_t token : answer.tokens) {
+        if (token < 0) {
+          row.error = "not finite";
+        } else {
+          row.tokens.push_back({.token_id = token});
+        }
       }
     }
     answers_.clear();
@@ -234,6 +259,9 @@ class Scenario {
                                                   {"running", scheduler_->num_running()},
                                                   {"preemptions", scheduler_->stats().preemptions},
                                                   {"recomputed", scheduler_->stats().recomputed_tokens},
+                                                  {"rounds", scheduler_->stats().draft_rounds},
+                                                  {"drafted", scheduler_->stats().drafted_tokens},
+                                                  {"accepted", scheduler_->stats().accepted_tokens},
                                                   {"blocks_used", ledger.blocks_used()},
                                                   {"blocks_cached", ledger.blocks_cached()},
                                                   {"slots_used", ledger.slots_used()},
@@ -260,9 +288,10 @@ class Scenario {
   StepCost cost_;
   double now_ = 0;
   int64_t steps_ = 0;
+  int64_t max_drafts_ = 0;
   std::map<std::string, SequenceId> ids_;
   std::map<SequenceId, std::string> names_;
-  std::map<SequenceId, int32_t> answers_;
+  std::map<SequenceId, Answer> answers_;
   std::map<std::string, std::string> ended_;  // name -> reason
   std::map<std::string, int64_t> cached_;
 };

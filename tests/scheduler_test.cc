@@ -18,7 +18,7 @@ TEST(Scheduler, Scenarios) {
   for (const auto& entry : std::filesystem::directory_iterator(test::source_dir() + "/tests/scheduler")) {
     if (entry.path().extension() == ".scn") paths.push_back(entry.path().string());
   }
-  ASSERT_GE(paths.size(), 12U);
+  ASSERT_GE(paths.size(), 18U);
   std::sort(paths.begin(), paths.end());
   for (const std::string& path : paths) EXPECT_EQ(test::Scenario::run_file(path), "");
 }
@@ -36,14 +36,20 @@ TEST(SchedulerWorkload, KeepsEveryPromise) {
   }
   fmt::print(
       "{} steps of {} workloads: {} requests, {} preemptions, {} restores ({} prompt tokens), {} checkpoints saved, {} "
-      "evicted, {} timeouts, {} cancels, {} errors, {} flushes\n",
+      "evicted, {} timeouts, {} cancels, {} errors, {} flushes; {} of {} drafts accepted in {} rounds, {} of which "
+      "saved a "
+      "checkpoint\n",
       total.steps, seed, total.requests, total.preemptions, total.hits, total.cached_tokens, total.saves,
-      total.evictions, total.timeouts, total.cancels, total.errors, total.flushes);
+      total.evictions, total.timeouts, total.cancels, total.errors, total.flushes, total.accepted, total.drafted,
+      total.rounds, total.saves_in_rounds);
   EXPECT_GT(total.preemptions, 0);
   EXPECT_GT(total.hits, 0);
   EXPECT_GT(total.evictions, 0);
   EXPECT_GT(total.timeouts, 0);
   EXPECT_GT(total.errors, 0);
+  EXPECT_GT(total.rounds, 0);
+  EXPECT_GT(total.accepted, 0);
+  EXPECT_GT(total.saves_in_rounds, 0);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random workloads for the scheduler, with a model of the caches' contents beside it: arrivals with shared prefixes and
-// follow-up turns, cancels, timeouts, priorities, n > 1, failing rows, flushes, drafts, plans made one step ahead. Every choice comes from a Source, so that a
-// seed or a fuzzer's bytes decide. Shared by scheduler_test and the fuzz target. A broken promise aborts with its
-// number:
+// follow-up turns, cancels, timeouts, priorities, n > 1, failing rows, flushes, drafts, plans made one step ahead. Every
+// choice comes from a Source, so that a seed or a fuzzer's bytes decide. Shared by scheduler_test and the fuzz target. A
+// broken promise aborts with its number:
 //   D1  every request ends exactly once, and nothing comes after its end.
 //   D2  a plan has at most max_batched_tokens rows, and gives each sequence its own next tokens at their positions.
 //   D3  the state slot of a sequence holds the state after exactly the tokens before its first row.
@@ -16,11 +16,13 @@
 //   D10 cancel ends a request at the next schedule() at which nothing of it is in flight.
 //   D11 drafts come after the last token of a sequence alone, within the plan's room; the states take a row for each token
 //       that was kept, and none of the drafts that were not.
+//   D12 accepted drafts are counted once, by position and in all.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
@@ -76,7 +78,7 @@ class ByteSource final : public Source {
 
 struct WorkloadCounts {
   int64_t steps = 0, requests = 0, preemptions = 0, hits = 0, cached_tokens = 0, saves = 0, evictions = 0, timeouts = 0,
-          cancels = 0, errors = 0, flushes = 0;
+          cancels = 0, errors = 0, flushes = 0, rounds = 0, drafted = 0, accepted = 0, saves_in_rounds = 0;
   void add(const WorkloadCounts& o) {
     steps += o.steps;
     requests += o.requests;
@@ -89,6 +91,10 @@ struct WorkloadCounts {
     cancels += o.cancels;
     errors += o.errors;
     flushes += o.flushes;
+    rounds += o.rounds;
+    drafted += o.drafted;
+    accepted += o.accepted;
+    saves_in_rounds += o.saves_in_rounds;
   }
 };
 
@@ -145,6 +151,12 @@ class SchedulerWorkload {
     counts_.hits = ledger.restored_total();
     counts_.evictions = ledger.evicted_total();
     counts_.cached_tokens = scheduler_->stats().cached_prompt_tokens;
+    counts_.rounds = scheduler_->stats().draft_rounds;
+    counts_.drafted = scheduler_->stats().drafted_tokens;
+    counts_.accepted = scheduler_->stats().accepted_tokens;
+    const std::vector<int64_t>& at = scheduler_->stats().accepted_at;
+    MOAT_CHECK(std::accumulate(at.begin(), at.end(), int64_t{0}) == counts_.accepted,
+               "D12: accepted drafts by position are not {}", counts_.accepted);
   }
   const WorkloadCounts& counts() const { return counts_; }
 
@@ -276,6 +288,7 @@ class SchedulerWorkload {
   void commit(const StateCommits& commits) {
     const auto state = [&](int32_t slot) -> uint64_t& { return states_.at(static_cast<size_t>(slot)); };
     for (const StateCommits::Entry& e : commits.entries) {
+      counts_.saves_in_rounds += e.rows_to_save > 0;
       const std::vector<uint64_t>& records = records_.at(e.sequence);
       MOAT_CHECK(state(e.slot) == records.at(0), "D3: request {} is not committed onto its own state", e.sequence);
       MOAT_CHECK(0 <= e.rows_to_save && e.rows_to_save <= e.rows && e.rows < static_cast<int32_t>(records.size()),

@@ -119,6 +119,16 @@ Ids ids_of(const Json& list) {
 
 Json as_json(const Ids& ids) { return Json::Array(ids.begin(), ids.end()); }
 
+// The same prompts answered with drafts and without.
+std::vector<Json> drafted_requests() {
+  std::vector<Json> requests;
+  for (const auto& [index, request] : test::greedy_chats()) {
+    requests.push_back(with(request, {{"temperature", 0}, {"max_tokens", 80}, {"return_token_ids", true}}));
+    requests.push_back(with(requests.back(), {{"temperature", 0.9}, {"seed", 40 + index}}));
+  }
+  return requests;
+}
+
 // ------------------------------------------------------------------------------------------------- answers
 
 TEST_F(Serve, AnswersAsGenerateDoes) {
@@ -480,6 +490,138 @@ TEST(ServeFlags, WhatIsChangedIsAWarning) {
   }
   EXPECT_NE(config_of(server).find(" checkpoint_interval=64 "), std::string::npos);
 }
+
+// ---------------------------------------------------------------------------------------------- speculation
+
+class ServeDrafts : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() { server_ = new Server({"--draft", nano_dir() + "-dspark", "--num-draft-tokens", "7"}); }
+  static void TearDownTestSuite() {
+    EXPECT_TRUE(Harness::eventually([] { return server_->idle(); })) << server_->get("/metrics").body;
+    delete server_;
+  }
+  static Server& server() { return *server_; }
+  static Json details(const Json& reply) { return at(reply, "usage", "completion_tokens_details"); }
+
+ private:
+  static Server* server_;
+};
+Server* ServeDrafts::server_ = nullptr;
+
+TEST_F(ServeDrafts, TheStartSaysWhatDrafts) {
+  const std::string config = config_of(server());
+  EXPECT_NE(config.find("-dspark "), std::string::npos) << config;
+  EXPECT_NE(config.find(" num_draft_tokens=7 "), std::string::npos) << config;
+  const std::string out = server().process().out();
+  EXPECT_NE(out.find("speculation: DSpark: up to 7 drafts"), std::string::npos) << out;
+  EXPECT_NE(out.find("always 7 a round"), std::string::npos) << out;
+  EXPECT_NE(out.find("draft weights"), std::string::npos) << "not in the memory table:\n" << out;
+}
+
+// Greedy replies and those with a seed are the same with drafts, whatever the server, and usage counts the drafts.
+TEST_F(ServeDrafts, RepliesAreThoseWithoutDrafts) {
+  int64_t accepted = 0, rejected = 0;
+  for (const Json& request : drafted_requests()) {
+    const Json drafted = server().chat(request), plain = server().chat(with(request, {{"speculative", false}}));
+    EXPECT_EQ(at(drafted, "choices", 0, "token_ids"), at(plain, "choices", 0, "token_ids")) << request.dump();
+    EXPECT_EQ(at(drafted, "choices", 0, "message", "content"), at(plain, "choices", 0, "message", "content"));
+    EXPECT_EQ(at(drafted, "choices", 0, "finish_reason"), at(plain, "choices", 0, "finish_reason"));
+    EXPECT_EQ(details(plain).find("accepted_prediction_tokens"), nullptr) << plain.dump();
+    EXPECT_EQ(details(plain).find("rejected_prediction_tokens"), nullptr) << plain.dump();
+    const int64_t kept = number(at(details(drafted), "accepted_prediction_tokens"));
+    EXPECT_GE(kept, 0) << drafted.dump();
+    EXPECT_LT(kept, number(at(drafted, "usage", "completion_tokens")));
+    accepted += kept;
+    rejected += number(at(details(drafted), "rejected_prediction_tokens"));
+  }
+  EXPECT_GT(accepted, 0);
+  EXPECT_GT(rejected, 0);
+}
+
+TEST_F(ServeDrafts, MetricsAddUp) {
+  const auto sum_of = [&](const std::string& text, const std::string& family) {
+    double sum = 0;
+    int series = 0;
+    for (size_t i = 0; (i = text.find("\n" + family + "{", i)) != std::string::npos; ++i) {
+      sum += std::stod(text.substr(text.find("} ", i) + 2));
+      ++series;
+    }
+    EXPECT_EQ(series, 7) << family;
+    return sum;
+  };
+  const double accepted_before = server().metric("moat_accepted_tokens_total");
+  const double drafted_before = server().metric("moat_drafted_tokens_total");
+  const Json reply = server().chat(with(capital_of_france(), {{"temperature", 0}, {"max_tokens", 40}}));
+  const double accepted = server().metric("moat_accepted_tokens_total");
+  const double drafted = server().metric("moat_drafted_tokens_total");
+  EXPECT_EQ(accepted - accepted_before, static_cast<double>(number(at(details(reply), "accepted_prediction_tokens"))));
+  EXPECT_EQ(drafted - drafted_before - (accepted - accepted_before),
+            static_cast<double>(number(at(details(reply), "rejected_prediction_tokens"))));
+  const double rounds = server().metric("moat_draft_rounds_total");
+  EXPECT_GT(rounds, 0);
+  EXPECT_NEAR(server().metric("moat_acceptance_length"), 1 + accepted / rounds, 1e-6);
+  const std::string text = server().get("/metrics").body;
+  EXPECT_EQ(sum_of(text, "moat_drafted_at_position_total"), drafted);
+  EXPECT_EQ(sum_of(text, "moat_accepted_at_position_total"), accepted);
+}
+
+TEST_F(ServeDrafts, StopStringsEndInsideARound) {
+  const Json request = with(capital_of_france(), {{"temperature", 0}, {"return_token_ids", true}});
+  const std::string content = at(server().chat(request), "choices", 0, "message", "content").as_string();
+  ASSERT_GT(content.size(), 12U);
+  for (size_t begin = 1; begin + 3 <= content.size() && begin < 16; begin += 2) {
+    const Json stop = with(request, {{"stop", content.substr(begin, 3)}});
+    const Json drafted = server().chat(stop), plain = server().chat(with(stop, {{"speculative", false}}));
+    EXPECT_EQ(at(drafted, "choices"), at(plain, "choices")) << begin;
+    EXPECT_EQ(at(drafted, "choices", 0, "finish_reason"), Json("stop"));
+    EXPECT_EQ(at(drafted, "usage", "completion_tokens"), at(plain, "usage", "completion_tokens")) << begin;
+  }
+}
+
+TEST_F(ServeDrafts, StreamsAddUp) {
+  const Json request = with(capital_of_france(), {{"temperature", 0}, {"return_token_ids", true}});
+  const Json whole = server().chat(request);
+  Json streamed = with(request, {{"stream", true}});
+  streamed.set("stream_options", Json::object({{"include_usage", true}}));
+  const RawResponse response = server().post("/v1/chat/completions", streamed);
+  EXPECT_EQ(response.status, 200) << response.body;
+  const Summed sum = sum_stream(response.body, 1)[0];
+  EXPECT_EQ(Json(sum.content), at(whole, "choices", 0, "message", "content"));
+  EXPECT_EQ(sum.finish, at(whole, "choices", 0, "finish_reason").as_string());
+  EXPECT_EQ(as_json(sum.token_ids), at(whole, "choices", 0, "token_ids"));
+  const std::vector<std::string> events = sse_data(response.body);
+  const Json usage = parsed(events.at(events.size() - 2));
+  EXPECT_GT(number(at(details(usage), "accepted_prediction_tokens")), 0) << usage.dump();
+}
+
+TEST_F(ServeDrafts, SpeculativeIsABoolean) {
+  for (const Json& wrong : {Json("no"), Json(0), Json::array()}) {
+    const RawResponse response =
+        server().post("/v1/chat/completions", with(capital_of_france(), {{"speculative", wrong}}));
+    EXPECT_EQ(response.status, 400) << wrong.dump();
+    EXPECT_EQ(at(parsed(response.body), "error", "param"), Json("speculative")) << response.body;
+  }
+  const Json off = Json::object({{"prompt", "Once"}, {"max_tokens", 8}, {"temperature", 0}, {"speculative", false}});
+  EXPECT_EQ(details(server().complete(off)).find("accepted_prediction_tokens"), nullptr);
+  EXPECT_NE(details(server().complete(with(off, {{"speculative", true}}))).find("accepted_prediction_tokens"), nullptr);
+}
+
+// Speculation that is off says why.
+TEST(Trap, T79_T80_WhySpeculationIsOff) {
+  Server none, zero({"--draft", nano_dir() + "-dspark", "--num-draft-tokens", "0"});
+  EXPECT_NE(none.process().out().find("speculation: off: no drafter"), std::string::npos) << none.process().out();
+  EXPECT_NE(zero.process().out().find("speculation: off: --num-draft-tokens 0"), std::string::npos);
+  EXPECT_NE(config_of(none).find(" draft=none "), std::string::npos) << config_of(none);
+  for (Server* server : {&none, &zero}) {
+    EXPECT_NE(config_of(*server).find(" num_draft_tokens=0 "), std::string::npos) << config_of(*server);
+    const Json reply = server->chat(with(capital_of_france(), {{"max_tokens", 8}, {"speculative", true}}));
+    EXPECT_EQ(at(reply, "usage", "completion_tokens_details").find("accepted_prediction_tokens"), nullptr);
+    EXPECT_EQ(server->metric("moat_draft_rounds_total"), 0);
+    EXPECT_EQ(server->metric("moat_acceptance_length"), 0);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- flags
 
 TEST(ServeFlags, RequestTimeout) {
   const Server server({"--request-timeout", "0.3"});

@@ -213,7 +213,10 @@ void Runner::commit(const StateCommits& commits) {
   for (const bool to_save : {true, false}) {
     std::vector<int32_t> begins, ends, slots;
     for (const StateCommits::Entry& e : commits.entries) {
-      const int32_t first = first_record_.at(e.sequence);
+      const auto found = first_record_.find(e.sequence);
+      MOAT_CHECK(found != first_record_.end(), "a commit of sequence {}, of which the last step has no records",
+                 e.sequence);
+      const int32_t first = found->second;
       const int32_t begin = to_save ? 0 : e.rows_to_save;
       const int32_t end = to_save ? e.rows_to_save : e.rows;
       if (begin == end) continue;

@@ -466,16 +466,17 @@ TokenEvent Scheduler::take_tokens(Sequence& sequence, const StepResult::Row& row
 }
 
 void Scheduler::count_round(Sequence& sequence, const StepResult::Row& row, int64_t num_kept) {
-  const auto accepted = static_cast<int64_t>(row.tokens.size()) - 1;
+  const int64_t judged = static_cast<int64_t>(row.tokens.size()) - 1;
+  const int64_t accepted = std::min(judged, num_kept);
   ++stats_.draft_rounds;
   stats_.drafted_tokens += row.num_drafts;
-  stats_.accepted_tokens += std::min(accepted, num_kept);
+  stats_.accepted_tokens += accepted;
   stats_.drafted_at.resize(std::max(stats_.drafted_at.size(), static_cast<size_t>(row.num_drafts)));
   stats_.accepted_at.resize(stats_.drafted_at.size());
   for (int64_t k = 0; k < row.num_drafts; ++k) {
     ++stats_.drafted_at[static_cast<size_t>(k)];
     stats_.accepted_at[static_cast<size_t>(k)] += k < accepted;
-    if (k <= accepted) sequence.drafts.add(k < accepted);
+    if (k <= judged) sequence.drafts.add(k < judged);
   }
 }
 

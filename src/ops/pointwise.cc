@@ -28,7 +28,7 @@ Case random_rows(uint64_t seed) {
 
 Status check_embed(const EmbedArgs& a) {
   return ShapeMatcher("embed")
-      .match("table", a.table, {DType::kBF16, DType::kF32}, {"vocab", "hidden"})
+      .match("table", a.table, {DType::kBF16, DType::kF32}, {"vocab", "hidden"}, Layout::kRowStrided)
       .match("out", a.out, {DType::kF32}, {static_cast<int64_t>(a.ids.size()), "hidden"}, Layout::kRowStrided)
       .status();
 }
@@ -51,12 +51,13 @@ void embed_reference(const EmbedArgs& a) {
 }
 
 std::vector<Case> embed_cases() {
-  return {{{{"tokens", 1}, {"vocab", 300}, {"hidden", 7168}, {"bf16", 1}}},
-          {{{"tokens", 17}, {"vocab", 300}, {"hidden", 7168}, {"bf16", 1}}},
-          {{{"tokens", 130}, {"vocab", 5120}, {"hidden", 192}, {"bf16", 1}}},
-          {{{"tokens", 9}, {"vocab", 5120}, {"hidden", 192}, {"bf16", 0}}},
-          {{{"tokens", 0}, {"vocab", 3}, {"hidden", 7}, {"bf16", 0}}},
-          {{{"tokens", 5}, {"vocab", 1}, {"hidden", 1}, {"bf16", 1}}}};
+  return {{{{"tokens", 1}, {"vocab", 300}, {"hidden", 7168}, {"bf16", 1}, {"pad", 0}}},
+          {{{"tokens", 17}, {"vocab", 300}, {"hidden", 7168}, {"bf16", 1}, {"pad", 0}}},
+          {{{"tokens", 130}, {"vocab", 5120}, {"hidden", 192}, {"bf16", 1}, {"pad", 0}}},
+          {{{"tokens", 9}, {"vocab", 5120}, {"hidden", 192}, {"bf16", 0}, {"pad", 0}}},
+          {{{"tokens", 6}, {"vocab", 40}, {"hidden", 192}, {"bf16", 0}, {"pad", 384}}},
+          {{{"tokens", 0}, {"vocab", 3}, {"hidden", 7}, {"bf16", 0}, {"pad", 0}}},
+          {{{"tokens", 5}, {"vocab", 1}, {"hidden", 1}, {"bf16", 1}, {"pad", 0}}}};
 }
 
 Case random_embed(uint64_t seed) {
@@ -64,12 +65,15 @@ Case random_embed(uint64_t seed) {
   return {{{"tokens", rng.below(50)},
            {"vocab", 1 + rng.below(99)},
            {"hidden", 1 + rng.below(200)},
-           {"bf16", rng.below(2)}}};
+           {"bf16", rng.below(2)},
+           {"pad", rng.below(4)}}};
 }
 
 EmbedArgs build_embed(const Case& c, CaseData& data) {
   EmbedArgs a;
-  a.table = data.normal({c["vocab"], c["hidden"]}, 1.0, c["bf16"] ? DType::kBF16 : DType::kF32);
+  // A table of rows may be columns of a wider one: a layer's tap.
+  a.table = data.normal({c["vocab"], c["hidden"] + c["pad"]}, 1.0, c["bf16"] ? DType::kBF16 : DType::kF32)
+                .cols(c["pad"], c["pad"] + c["hidden"]);
   std::vector<int32_t> ids;
   for (int64_t t = 0; t < c["tokens"]; ++t) {
     ids.push_back(static_cast<int32_t>(t == 0 ? c["vocab"] - 1 : t == 1 ? 0 : data.rng().below(c["vocab"])));

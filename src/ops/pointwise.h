@@ -12,7 +12,7 @@ namespace moat {
 // out[t] = table[ids[t]] as f32; ids must be in [0, vocab).
 struct EmbedArgs {
   Tensor out;                    // [tokens, hidden] f32
-  Tensor table;                  // [vocab, hidden] bf16 or f32
+  Tensor table;                  // [vocab, hidden] bf16 or f32; rows may be strided
   std::span<const int32_t> ids;  // [tokens]
 };
 extern const Op<EmbedArgs> kEmbed;
