@@ -200,8 +200,9 @@ DraftDemand DraftLength::demand(std::span<const DraftRecord> records, double con
     if (!unmeasured) load.probe_interval = std::min(2 * load.probe_interval, kLastProbe);
     load.since_other = 0;
     if (demand.max_drafts > 0 && !unmeasured) return {.prior = demand.prior};
-    if (demand.max_drafts == 0) demand = {.max_drafts = 1, .min_acceptance = chances.front(), .prior = demand.prior};
-    if (unmeasured) demand.min_acceptance = 0;
+    // One order of magnitude of rows after the other.
+    const int64_t drafts = (int64_t{2} << load.drafted_steps % kFirstSteps) - 1;
+    return {.max_drafts = std::min(drafts, max_drafts_), .prior = demand.prior, .measures = true};
   }
   // Confidences say where a sequence can use more than the average one.
   if (demand.max_drafts > 0 && has_confidence_) demand.max_drafts = std::min(demand.max_drafts + 2, max_drafts_);

@@ -153,7 +153,7 @@ void Stepper::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, doubl
   scheduler_.list_draft_records(records_);
   const DraftDemand drafts = parts_.draft_length.demand(records_, mean_context_, cost);
   scheduler_.schedule(plan, events, now, cost, drafts);
-  if (drafts.max_drafts > 0) plan.drafting = parts_.draft_length.policy(plan, cost);
+  if (drafts.max_drafts > 0 && !drafts.measures) plan.drafting = parts_.draft_length.policy(plan, cost);
 }
 
 void Stepper::run(const StepPlan& plan, std::vector<SequenceEvent>& events) {

@@ -37,6 +37,7 @@ struct DraftDemand {
   int64_t max_drafts = 0;
   double min_acceptance = 0;  // of a sequence's record
   double prior = 0;
+  bool measures = false;  // all of them are verified, to see what that takes
 };
 
 // Flat arrays over the step's sequences; those in decode form come first (model/forward.h).
