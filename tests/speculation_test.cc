@@ -308,6 +308,7 @@ TEST_P(OnEqualsOff, SeededAtTemperature) { check(seeded(), 16); }
 TEST_P(OnEqualsOff, T16_SecondTurnsAfterAPrefixHit) {
   EngineUnderTest engine({.deterministic = GetParam()});
   std::vector<Ask> first = golden_asks(12, greedy());
+  first.resize(12);
   for (size_t i = 0; i + 1 < first.size(); ++i) {  // longer prompts: three conversations one after the other
     for (size_t j = 1; j < 3; ++j) {
       const std::vector<int32_t>& more = golden_prompts()[i + j].prompt;
