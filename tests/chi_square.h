@@ -2,6 +2,7 @@
 // Chi-square tests: counts of outcomes against a law, or against other counts.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -20,27 +21,38 @@ inline double chi_square_p(double statistic, double degrees) {
   return std::erfc(z / std::sqrt(2.0)) / 2;
 }
 
-// Of one sample, in cells of equal meaning: what came beside what was expected. Rare cells are taken together.
+// Of one sample, in cells of equal meaning: what came beside what was expected. Rare cells are taken together, and with
+// the smallest of the others where they are too few still.
 inline ChiSquare chi_square_against_law(const std::vector<double>& counts, const std::vector<double>& law) {
   constexpr double kRare = 8;
+  struct Cell {
+    double count = 0, expected = 0;
+  };
   double total = 0;
   for (const double count : counts) total += count;
-  double statistic = 0, cells = 0, rare_count = 0, rare_expected = 0;
-  const auto add = [&](double count, double expected) {
-    statistic += (count - expected) * (count - expected) / expected;
-    ++cells;
-  };
+  std::vector<Cell> cells;
+  Cell rare;
   for (size_t i = 0; i < law.size(); ++i) {
-    if (law[i] * total >= kRare) {
-      add(counts[i], law[i] * total);
+    const Cell cell{counts[i], law[i] * total};
+    if (cell.expected >= kRare) {
+      cells.push_back(cell);
     } else {
-      rare_count += counts[i];
-      rare_expected += law[i] * total;
+      rare.count += cell.count;
+      rare.expected += cell.expected;
     }
   }
-  if (rare_expected > 0.5 || rare_count > 0) add(rare_count, std::fmax(rare_expected, 1e-3));
-  if (cells < 2) return {};
-  return {statistic, cells - 1, chi_square_p(statistic, cells - 1)};
+  std::sort(cells.begin(), cells.end(), [](const Cell& a, const Cell& b) { return a.expected > b.expected; });
+  if (rare.expected >= kRare || cells.empty()) {
+    cells.push_back(rare);
+  } else {
+    cells.back().count += rare.count;
+    cells.back().expected += rare.expected;
+  }
+  if (cells.size() < 2) return {};
+  double statistic = 0;
+  for (const Cell& cell : cells) statistic += std::pow(cell.count - cell.expected, 2) / cell.expected;
+  const double degrees = static_cast<double>(cells.size()) - 1;
+  return {statistic, degrees, chi_square_p(statistic, degrees)};
 }
 
 // Of two independent samples from one unknown law.
