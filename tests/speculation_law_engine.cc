@@ -70,8 +70,8 @@ class ReplyLogits {
   std::map<Tokens, std::vector<float>> rows_;
 };
 
-// Cells of replies: a reply is in the cell of its longest beginning that has one. Likely beginnings are followed to kLength
-// tokens; what is rare after one stays in the cell of that beginning.
+// Cells of replies: a reply is in the cell of its longest beginning that has one. Likely beginnings are followed to
+// kLength tokens; what is rare after one stays in the cell of that beginning.
 struct Cells {
   std::map<Tokens, size_t> index;
   std::vector<double> law;
@@ -125,8 +125,8 @@ double entropy(const std::vector<double>& law) {
   return sum;
 }
 
-// From the middle of a reply: the token that the prompt pass gives is certain, the next two, which are drafted, are open,
-// and a fifth of their first drafts is rejected, so that both verdicts come often.
+// From the middle of a reply: the token that the prompt pass gives is certain, the next two, which are drafted, are
+// open, and a fifth of their first drafts is rejected, so that both verdicts come often.
 const Tokens& uncertain_prompt() {
   static const Tokens prompt = [] {
     Tokens out = golden_prompts()[5].prompt;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// That the sampler's verification of drafts is lossless: the exact law of what Sampler::verify emits, on vocabularies small
-// enough to enumerate, against the definition of plain decoding, for every sampling parameter; the tokens of requests
-// that are verified by matching against those of Sampler::sample; and planted mistakes, which the same statistic has to catch.
-// speculation_law_engine.cc does the same for whole engines. Traps carry the numbers of docs/design/dspark.md section 7.
+// That the sampler's verification of drafts is lossless: the exact law of what Sampler::verify emits, on vocabularies
+// small enough to enumerate, against the definition of plain decoding, for every sampling parameter; the tokens of
+// requests that are verified by matching against those of Sampler::sample; and planted mistakes, which the same
+// statistic has to catch. speculation_law_engine.cc: whole engines. Traps carry the numbers of docs/design/dspark.md section 7.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -122,8 +122,8 @@ Toy toy_of(const TinyModel& model, int num_drafts, const SamplingParams& params)
 
 using Logits = std::function<std::vector<float>(std::span<const int32_t> prefix)>;
 
-// Sampler::verify with its uniforms given, between a greedy sequence and one that has no drafts. The token counts of the
-// sequence live as long as the verifier, as they do in the scheduler.
+// Sampler::verify with its uniforms given, between a greedy sequence and one that has no drafts. The token counts of
+// the sequence live as long as the verifier, as they do in the scheduler.
 class SamplerUnderTest {
  public:
   SamplerUnderTest(const TinyModel& model, const SamplingParams& params)
@@ -476,8 +476,8 @@ bool equal_bits(const SampledToken& a, const SampledToken& b) {
                     });
 }
 
-// Greedy, seeded, and drawn ones whose drafts have no law: bit for bit what sample() gives row by row, log-probabilities
-// included, among sequences that are verified by their law.
+// Greedy, seeded, and drawn ones whose drafts have no law: bit for bit what sample() gives row by row,
+// log-probabilities included, among sequences that are verified by their law.
 TEST(Matching, EveryTokenIsThatOfSampleRowByRow) {
   constexpr int64_t kSeqs = 40;
   const Sampler sampler(kMatchVocab, kMatchEos);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// moat-nano with its drafter in the whole engine, and prompts that neither has seen: requests go in together, replies and
-// what became of the drafts come out.
+// moat-nano with its drafter in the whole engine, and prompts that neither has seen: requests go in together, replies
+// and what became of the drafts come out.
 #pragma once
 
 #include <gtest/gtest.h>
