@@ -63,11 +63,11 @@ inline std::vector<size_t> chosen_prompts(size_t count) {
 
 struct EngineUnderTest {
   EngineParts parts;
-  explicit EngineUnderTest(EngineOptions options) {
+  explicit EngineUnderTest(EngineOptions options, int64_t block_size = 16) {
     if (options.custom_drafter == nullptr) options.drafter = models().drafter.get();
     options.max_model_len = 1024;
     options.max_num_seqs = 16;
-    options.block_size = 16;
+    options.block_size = block_size;
     options.memory_bytes = int64_t{2} << 30;
     auto made = make_engine_parts(*models().target, options, models().pool);
     EXPECT_TRUE(made.ok()) << made.status().message();
