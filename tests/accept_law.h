@@ -37,7 +37,8 @@ struct Round {
 };
 struct Verdict {
   int accepted = 0;
-  Law final_probs;  // what the bonus is drawn from
+  Law final_probs;  // what the bonus is drawn from; empty: not told, but `bonus` is, drawn from it in index order
+  int32_t bonus = -1;
 };
 using Verify = std::function<Verdict(const Round&)>;
 
@@ -121,6 +122,22 @@ inline Round round_of(const Toy& toy, const std::vector<int32_t>& drafts) {
   return round;
 }
 
+// What the bonus of a round is drawn from, found by moving the number that draws it.
+inline Law bonus_law(Round round, const Verify& verify) {
+  const auto vocab = static_cast<int32_t>(round.p[0].size());
+  Law law;
+  double below = 0;
+  for (int32_t v = 0; v < vocab; ++v) {
+    const double up_to = v + 1 == vocab ? 1.0 : threshold([&](double u) {
+      round.bonus_u = u;
+      return verify(round).bonus <= v;
+    });
+    law.push_back(up_to - below);
+    below = up_to;
+  }
+  return law;
+}
+
 // Probability of each number of accepted drafts, and a verdict with that number (where it is possible).
 struct Acceptance {
   std::vector<double> probability;  // [l + 1]
@@ -151,6 +168,7 @@ inline Acceptance measure_acceptance(Round round, const Verify& verify, Decision
     if (decision == Decision::kFirstFailureStops) std::fill_n(round.accept_u.begin(), a, 0.0);
     if (decision == Decision::kLastSuccessWins && a > 0) round.accept_u[a - 1] = 0;
     out.final_probs[a] = verify(round).final_probs;
+    if (out.final_probs[a].empty()) out.final_probs[a] = bonus_law(round, verify);
   }
   return out;
 }

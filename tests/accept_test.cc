@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "accept_law.h"
+#include "chi_square.h"
 #include "ops/accept.h"
 #include "ops/case_data.h"
 #include "ops/sample.h"
@@ -353,14 +354,6 @@ int32_t draw_from(const Law& law, double u) {
   return static_cast<int32_t>(law.size() - 1);
 }
 
-// Upper tail of chi-square by the cube-root normal approximation (Wilson and Hilferty), good for many degrees of
-// freedom.
-double chi_square_p(double statistic, double degrees) {
-  const double spread = 2.0 / (9.0 * degrees);
-  const double z = (std::cbrt(statistic / degrees) - (1.0 - spread)) / std::sqrt(spread);
-  return std::erfc(z / std::sqrt(2.0)) / 2;
-}
-
 double chi_square_p(const std::vector<int64_t>& counts, const Law& law, double total) {
   double statistic = 0;
   double rare_expected = 0;
@@ -380,7 +373,7 @@ double chi_square_p(const std::vector<int64_t>& counts, const Law& law, double t
     }
   }
   if (rare_expected > 0) add(rare_count, rare_expected);
-  return chi_square_p(statistic, cells - 1);
+  return test::chi_square_p(statistic, cells - 1);
 }
 
 using Cut = std::function<int(std::span<const int32_t> drafts)>;

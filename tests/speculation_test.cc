@@ -3,43 +3,26 @@
 // numbers of docs/design/dspark.md section 7.
 //   MOAT_SPECULATION=full   all 200 prompts, and as many rounds as the statistics want
 #include <cmath>
-#include <cstdlib>
-#include <map>
 
-#include "base/json.h"
 #include "base/rng.h"
-#include "engine/local_engine.h"
-#include "golden_file.h"
-#include "speculative_run.h"
+#include "speculative_engine.h"
 
 namespace moat {
 namespace {
 
+using test::Ask;
+using test::chosen_prompts;
+using test::EngineUnderTest;
+using test::golden_prompts;
+using test::GoldenPrompt;
+using test::ints;
+using test::models;
+using test::Outcome;
+using test::read_golden;
+using test::run_all;
 using test::RunSampling;
-using test::SpeculativeModels;
 using test::SpeculativeRun;
 
-bool is_full() {
-  const char* value = std::getenv("MOAT_SPECULATION");
-  return value != nullptr && std::string_view(value) == "full";
-}
-
-std::string nano() { return test::source_dir() + "/models/moat-nano"; }
-std::string nano_dspark() { return test::source_dir() + "/models/moat-nano-dspark"; }
-
-Json read_golden(const std::string& name) {
-  auto text = read_file(test::golden_dir() + "/dspark/" + name);
-  EXPECT_TRUE(text.ok()) << text.status().message();
-  auto json = parse_json(*text);
-  EXPECT_TRUE(json.ok()) << json.status().message();
-  return std::move(json).value();
-}
-
-std::vector<int32_t> ints(const Json& list) {
-  std::vector<int32_t> out;
-  for (const Json& item : list.as_array()) out.push_back(static_cast<int32_t>(*item.as_int64()));
-  return out;
-}
 std::vector<double> numbers(const Json& list) {
   std::vector<double> out;
   for (const Json& item : list.as_array()) out.push_back(item.as_double());
@@ -48,37 +31,6 @@ std::vector<double> numbers(const Json& list) {
 double number(const Json& object, const char* key, double absent) {
   const Json* value = object.find_set(key);
   return value == nullptr ? absent : value->as_double();
-}
-
-SpeculativeModels& models() {
-  static SpeculativeModels both(nano(), nano_dspark());
-  return both;
-}
-
-struct GoldenPrompt {
-  std::vector<int32_t> prompt;
-  int64_t new_tokens = 0;
-  std::vector<int32_t> accepted;
-  double gap = 0;
-};
-const std::vector<GoldenPrompt>& golden_prompts() {
-  static const std::vector<GoldenPrompt> all = [] {
-    std::vector<GoldenPrompt> out;
-    const Json json = read_golden("prompts.json");
-    for (const Json& row : json.as_array()) {
-      out.push_back({ints(*row.find("prompt")), *row.find("new_tokens")->as_int64(), ints(*row.find("accepted")),
-                     row.find("gap")->as_double()});
-    }
-    return out;
-  }();
-  return all;
-}
-// A part of them unless everything is asked for.
-std::vector<size_t> chosen_prompts(size_t count) {
-  std::vector<size_t> out;
-  const size_t step = is_full() ? 1 : golden_prompts().size() / count;
-  for (size_t i = 0; i < golden_prompts().size(); i += step) out.push_back(i);
-  return out;
 }
 
 constexpr int32_t kStop = 4866;  // of moat-nano
@@ -161,75 +113,6 @@ TEST(Golden, AcceptedCountsOfEveryRound) {
 }
 
 // --- the engine: with drafts = without ---
-
-struct EngineUnderTest {
-  EngineParts parts;
-  explicit EngineUnderTest(EngineOptions options) {
-    options.drafter = models().drafter.get();
-    options.max_model_len = 1024;
-    options.max_num_seqs = 16;
-    options.block_size = 16;
-    options.memory_bytes = int64_t{2} << 30;
-    auto made = make_engine_parts(*models().target, options, models().pool);
-    EXPECT_TRUE(made.ok()) << made.status().message();
-    if (made.ok()) parts = std::move(made).value();
-  }
-};
-
-struct Ask {
-  std::vector<int32_t> prompt;
-  SamplingParams sampling;
-  bool speculative = true;
-  int64_t cancel_after = -1;  // tokens
-};
-
-struct Outcome {
-  std::vector<std::vector<int32_t>> replies;
-  std::vector<std::vector<SampledToken>> tokens;
-  SchedulerStats stats;
-  int64_t restored = 0;
-};
-
-// All asks at once, in a pool of `blocks` (0: all there are). `fixed`: drafts a round; -1: as many as pay; 0: none.
-Outcome run_all(EngineParts& parts, const std::vector<Ask>& asks, int64_t fixed, int64_t blocks = 0) {
-  CacheSizes sizes = parts.capacity.cache;
-  if (blocks > 0) sizes.num_blocks = std::min(blocks, sizes.num_blocks);
-  Scheduler scheduler(parts.scheduler_options, sizes, parts.ledger_options);
-  parts.draft_length = fixed == 0 ? DraftLength() : DraftLength(7, std::max<int64_t>(fixed, 0), true);
-  Stepper stepper(parts, scheduler);
-  Outcome out;
-  out.replies.resize(asks.size());
-  out.tokens.resize(asks.size());
-  for (size_t i = 0; i < asks.size(); ++i) {
-    Request request;
-    request.prompt_ids = asks[i].prompt;
-    request.sampling = asks[i].sampling;
-    request.speculative = asks[i].speculative;
-    scheduler.add(i + 1, std::move(request));
-  }
-  StepPlan plan;
-  std::vector<SequenceEvent> events;
-  while (!scheduler.idle()) {
-    stepper.schedule(plan, events, 0);
-    if (!plan.empty()) stepper.run(plan, events);
-    scheduler.check_invariants();
-    for (const SequenceEvent& e : events) {
-      const size_t i = e.sequence - 1;
-      EXPECT_NE(e.event.finish, FinishReason::kError) << e.event.error.message();
-      for (const SampledToken& t : e.event.tokens) {
-        out.replies[i].push_back(t.token_id);
-        out.tokens[i].push_back(t);
-      }
-      const auto size = static_cast<int64_t>(out.replies[i].size());
-      if (asks[i].cancel_after >= 0 && size >= asks[i].cancel_after) scheduler.cancel(e.sequence);
-    }
-    events.clear();
-  }
-  out.stats = scheduler.stats();
-  out.restored = scheduler.ledger().restored_total();
-  EXPECT_EQ(scheduler.ledger().blocks_used(), 0);
-  return out;
-}
 
 std::vector<Ask> golden_asks(size_t count, const SamplingParams& sampling) {
   std::vector<Ask> asks;

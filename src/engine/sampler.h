@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -41,6 +42,10 @@ struct VerifySequence {
   int64_t num_generated = 0;         // without drafts
   TokenCounts* counts = nullptr;
   int64_t law_row = -1;  // row of `laws` of the first draft; -1: whatever proposed them, they are judged as given
+  // The numbers in [0, 1) that decide where drafts are judged by their law. Absent, as in serving: drawn from the
+  // request's seed. Given: an outcome is a function of its arguments, whose law can be found exactly.
+  std::span<const double> accept_uniforms;  // [drafts]
+  std::optional<double> bonus_uniform;
 };
 
 struct VerifiedSequence {

@@ -137,10 +137,14 @@ void Sampler::accept(Exec& exec, const Tensor& logits, std::span<const VerifySeq
       list.push_back(r.begins[s] + k);
       drafts.push_back(judged ? seq.drafts[static_cast<size_t>(k)] : -1);
       law_rows.push_back(judged ? static_cast<int32_t>(seq.law_row + k) : -1);
-      accept_uniforms.push_back(
-          random_uniform(seq.params->seed, draft_counter(round, static_cast<uint64_t>(k)), RandomPurpose::kAccept));
+      const bool given = judged && !seq.accept_uniforms.empty();
+      accept_uniforms.push_back(given ? seq.accept_uniforms[static_cast<size_t>(k)]
+                                      : random_uniform(seq.params->seed, draft_counter(round, static_cast<uint64_t>(k)),
+                                                       RandomPurpose::kAccept));
     }
-    bonus_uniforms.push_back(random_uniform(seq.params->seed, round, RandomPurpose::kBonus));
+    bonus_uniforms.push_back(seq.bonus_uniform.has_value()
+                                 ? *seq.bonus_uniform
+                                 : random_uniform(seq.params->seed, round, RandomPurpose::kBonus));
     cu_rows.push_back(static_cast<int32_t>(list.size()));
   }
   if (members.empty()) return;
