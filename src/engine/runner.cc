@@ -33,8 +33,9 @@ Result<DryRun> dry_run(const Model& model, const RunnerOptions& options, const C
         drafter->dry_propose(exec, seqs, input.max_blocks, upper);
         input.tap_layers = drafter->tap_layers();
         input.tap_stream = drafter->tap_stream();
-        // The laws of the drafts stay while their rows are computed and judged.
-        arena.alloc(DType::kF32, {std::min(seqs * max_drafts, sizes.verify_rows), config.vocab_size});
+        // The laws of the drafts stay while their rows are computed and judged. A sequence with a draft takes two
+        // records at least, and every one gets laws for as many drafts as the longest round has.
+        arena.alloc(DType::kF32, {std::min(seqs, sizes.verify_rows / 2) * max_drafts, config.vocab_size});
       }
       const ForwardOutput output = model.forward(exec, input, caches);
       if (drafter != nullptr && !drafter->tap_layers().empty()) drafter->dry_extend(exec, tokens);
