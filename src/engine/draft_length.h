@@ -32,6 +32,8 @@ class DraftLength {
   // max_drafts: what the drafter can. fixed > 0: always so many; else as many as pay.
   DraftLength(int64_t max_drafts, int64_t fixed, bool has_confidence);
 
+  bool is_on() const { return max_drafts_ > 0; }
+
   // What to draft in a step whose sequences that decode have these records, with `context` cached tokens on average.
   // `cost` is of steps without drafts. Nothing: drafting is not expected to pay, or this step is to be measured without.
   DraftDemand demand(std::span<const DraftRecord> records, double context, const StepCost& cost);

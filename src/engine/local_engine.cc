@@ -101,7 +101,7 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
                            .memory_fraction = o.memory_fraction,
                            .weight_bytes = static_cast<int64_t>(loaded.report.bytes_mapped + loaded.report.bytes_owned),
                            .arena_bytes = dry.arena_bytes,
-                           .process_bytes = process_bytes(loaded.report) - draft_bytes,
+                           .process_bytes = std::max<int64_t>(0, process_bytes(loaded.report) - draft_bytes),
                            .draft_weight_bytes = draft_bytes,
                            .draft_layers = smallest.draft_layers,
                            .draft_row = smallest.draft_row,
@@ -150,7 +150,7 @@ Result<EngineParts> make_engine_parts(const LoadedModel& loaded, const EngineOpt
 
 void Stepper::schedule(StepPlan& plan, std::vector<SequenceEvent>& events, double now) {
   const StepCost& cost = parts_.step_cost.current();
-  scheduler_.list_draft_records(records_);
+  if (parts_.draft_length.is_on()) scheduler_.list_draft_records(records_);
   const DraftDemand drafts = parts_.draft_length.demand(records_, mean_context_, cost);
   scheduler_.schedule(plan, events, now, cost, drafts);
   if (drafts.max_drafts > 0 && !drafts.measures) plan.drafting = parts_.draft_length.policy(plan, cost);
