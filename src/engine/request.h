@@ -45,6 +45,9 @@ struct SamplingParams {
   static constexpr int32_t kMaxLogprobs = 20;
 };
 
+// Whether `token_id` ends a reply (once min_tokens have come): the model's own end, or one of stop_token_ids.
+bool is_stop_token(const SamplingParams& params, int32_t eos_token_id, int32_t token_id);
+
 struct Request {
   std::string id;                     // unique among live requests; shows in logs
   std::vector<int32_t> prompt_ids;    // [prompt tokens], at least one, each in [0, vocab_size)

@@ -110,10 +110,7 @@ Runner::Drafted Runner::draft(Exec& exec, const StepPlan& plan, Scheduler& sched
   for (size_t m = 0; m < members.size(); ++m) {
     // Nothing is drafted past a token that ends the reply. Where one may not come yet (min_tokens) it is not accepted.
     const SamplingParams& params = *sequences[m].params;
-    const auto ends = [&](int32_t id) {
-      return (id == model_.config().eos_token_id && !params.ignore_eos) ||
-             std::find(params.stop_token_ids.begin(), params.stop_token_ids.end(), id) != params.stop_token_ids.end();
-    };
+    const auto ends = [&](int32_t id) { return is_stop_token(params, model_.config().eos_token_id, id); };
     const auto first = drafts.ids.begin() + static_cast<int64_t>(m * width);
     const auto stop = std::find_if(first, first + static_cast<int64_t>(width), ends);
     limits[m] = std::min(limits[m], static_cast<int32_t>(stop - first) + 1);

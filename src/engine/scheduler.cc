@@ -427,9 +427,7 @@ bool Scheduler::take_token(Sequence& sequence, const SampledToken& sampled, Toke
   event.tokens.push_back(sampled);
 
   const int64_t generated = sequence.size() - sequence.num_prompt();
-  const auto& stops = sampling.stop_token_ids;
-  const bool is_stop = (token == options_.eos_token_id && !sampling.ignore_eos) ||
-                       std::find(stops.begin(), stops.end(), token) != stops.end();
+  const bool is_stop = is_stop_token(sampling, options_.eos_token_id, token);
   Constraint* constraint = sequence.request.constraint.get();
   const bool constraint_stops = constraint != nullptr && constraint->accept(token) == ConstraintVerdict::kStop;
   if (is_stop && generated > sampling.min_tokens) {

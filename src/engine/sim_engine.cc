@@ -244,7 +244,7 @@ bool SimEngine::emit_token(Sequence& sequence, TokenEvent& event) {
   const bool constraint_stops =
       sequence.request.constraint != nullptr && sequence.request.constraint->accept(id) == ConstraintVerdict::kStop;
   const auto total = static_cast<int64_t>(sequence.request.prompt_ids.size()) + sequence.num_generated;
-  if (is_stop(sequence, id)) {
+  if (is_stop_token(sequence.request.sampling, options_.info.eos_token_id, id)) {
     event.finish = FinishReason::kStop;
     event.stop_token_id = id;
   } else if (constraint_stops) {
@@ -263,16 +263,11 @@ int32_t SimEngine::next_token(Sequence& sequence) const {
     const int32_t id = at_end ? eos : ids[sequence.position];
     sequence.position = at_end ? 0 : sequence.position + 1;
     if (at_end && sequence.request.sampling.ignore_eos) continue;
-    const bool masked = sequence.num_generated < sequence.request.sampling.min_tokens && is_stop(sequence, id);
+    const bool masked = sequence.num_generated < sequence.request.sampling.min_tokens &&
+                        is_stop_token(sequence.request.sampling, options_.info.eos_token_id, id);
     if (!masked) return id;
   }
   return eos == 0 ? 1 : 0;  // the script has nothing but stop ids
-}
-
-bool SimEngine::is_stop(const Sequence& sequence, int32_t id) const {
-  const SamplingParams& sampling = sequence.request.sampling;
-  if (id == options_.info.eos_token_id && !sampling.ignore_eos) return true;
-  return std::find(sampling.stop_token_ids.begin(), sampling.stop_token_ids.end(), id) != sampling.stop_token_ids.end();
 }
 
 void SimEngine::count_finish(FinishReason reason) {

@@ -60,7 +60,6 @@ class SimEngine final : public Engine {
   bool advance(Sequence& sequence, Clock::time_point now, TokenEvent& event);  // true: it ended
   bool emit_token(Sequence& sequence, TokenEvent& event);                      // true: it ended
   int32_t next_token(Sequence& sequence) const;
-  bool is_stop(const Sequence& sequence, int32_t id) const;
   void count_finish(FinishReason reason);
 
   const Options options_;
