@@ -23,12 +23,6 @@ struct Figures {
   double decode_share = 0;              // of the measured read bandwidth
 };
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t n = values.size();
-  return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
-}
-
 // Tokens that the first sequences may generate while later ones are still in their prefill.
 int64_t head_start(const BenchEngineOptions& o, int64_t batch) { return batch * o.prefill / 1024 + batch + 2; }
 

@@ -14,12 +14,6 @@ namespace {
 
 using Ids = std::vector<int32_t>;
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t n = values.size();
-  return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
-}
-
 // Drafts what the reply is known to be, and at every position something else with chance 1 - acceptance. It costs
 // nothing, so what is left is the cost of verifying.
 class ScriptedDrafter final : public Drafter {

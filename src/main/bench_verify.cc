@@ -109,11 +109,6 @@ struct Step {
   }
 };
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
-
 }  // namespace
 
 Status bench_verify_command(const BenchVerifyOptions& o) {

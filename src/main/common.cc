@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -124,6 +125,12 @@ Result<std::vector<int64_t>> parse_counts(const char* flag, const std::string& t
   }
   if (counts.empty()) return invalid_argument("{} is empty", flag);
   return counts;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t n = values.size();
+  return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
 Result<std::string> read_input(const std::string& path) {

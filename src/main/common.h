@@ -55,6 +55,8 @@ Result<int64_t> parse_byte_size(std::string_view text);
 // "1,8,32": numbers of at least 1. Errors name the flag.
 Result<std::vector<int64_t>> parse_counts(const char* flag, const std::string& text);
 
+double median(std::vector<double> values);  // at least one
+
 Result<std::string> read_input(const std::string& path);  // "-" is standard input
 
 // A JSON list of token ids, each checked against the vocabulary.
