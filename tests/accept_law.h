@@ -240,4 +240,17 @@ inline Conditional random_conditional(int vocab, uint64_t seed, double zero_shar
   };
 }
 
+// A verifier with a mistake, as serving stacks offer it: drafts that the target finds likely enough are accepted, too, and
+// the others against p divided by the same limit.
+inline Verdict accept_above(double limit, const Round& round) {
+  size_t a = 0;
+  for (; a < round.drafts.size(); ++a) {
+    const double p = round.p[a][static_cast<size_t>(round.drafts[a])];
+    if (!(round.accept_u[a] <= p / limit || p >= limit)) break;
+  }
+  Law rest = round.p[a];
+  if (a < round.drafts.size()) rest[static_cast<size_t>(round.drafts[a])] = 0;
+  return {.accepted = static_cast<int>(a), .final_probs = normalised(rest)};
+}
+
 }  // namespace moat::test

@@ -372,16 +372,7 @@ TEST_F(Control, ResidualReplacedByTheTarget) {
 // As serving stacks offer them: also accept what the target finds likely enough, or divide by a constant.
 TEST_F(Control, AcceptanceThresholds) {
   for (const double limit : {0.9, 0.5}) {
-    const Verify wrong = [limit](const Round& round) {
-      size_t a = 0;
-      for (; a < round.drafts.size(); ++a) {
-        const double p = round.p[a][static_cast<size_t>(round.drafts[a])];
-        if (!(round.accept_u[a] <= p / limit || p >= limit)) break;
-      }
-      Law rest = round.p[a];
-      if (a < round.drafts.size()) rest[static_cast<size_t>(round.drafts[a])] = 0;
-      return Verdict{.accepted = static_cast<int>(a), .final_probs = test::normalised(rest)};
-    };
+    const Verify wrong = [limit](const Round& round) { return test::accept_above(limit, round); };
     Toy toy = markov_toy();
     toy.draft = argmax_of(toy.draft);
     expect_caught(fmt::format("thresholds {0}/{0}", limit).c_str(), tv_of(toy, wrong, Decision::kFirstFailureStops));
