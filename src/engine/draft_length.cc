@@ -2,6 +2,7 @@
 #include "engine/draft_length.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <queue>
@@ -13,11 +14,14 @@ namespace {
 constexpr double kForget = 1.0 - 1.0 / 256;
 // Acceptance before anything is known: as often as not, so that drafting gets its chance.
 constexpr double kPriorHits = 2.0, kPriorTries = 3.0;
-// Steps of either kind that are measured before they are compared, and steps of one kind after which one of the other is
-// run: at first soon, then ever more seldom. A step of the wrong kind costs up to some three of the right one, so 1 in
-// 512 is less than 1 %.
-constexpr int64_t kFirstSteps = 3;
-constexpr int64_t kFirstProbe = 16, kLastProbe = 512;
+// Steps of either kind that are measured before they are compared, the drafted ones only while one costs no more than so
+// many steps without drafts.
+constexpr int64_t kFirstPlain = 3, kFirstDrafted = 6;
+constexpr double kFirstLoss = 4;
+// Share of the time that later trials may cost.
+constexpr double kTrialShare = 0.01;
+// Lengths that are tried: one order of magnitude of rows after the other.
+constexpr std::array<int64_t, 3> kTrials = {1, 3, 7};
 // Drafting has to promise this much more than not drafting: times are known to a few percent.
 constexpr double kMargin = 1.03;
 // How fast a measured time replaces the older ones.
@@ -29,28 +33,19 @@ size_t log2_up(int64_t n) {
   return bits;
 }
 
-// The entry nearest to `index` that is set; 0: none is. `lower` says how far below it lies.
-double nearest(const std::vector<double>& values, size_t index, int64_t& lower) {
+// The entry nearest to `index` that was measured, null if none was. `lower` says how far below it lies.
+template <class T>
+const T* nearest(const std::vector<T>& values, size_t index, int64_t& lower) {
   const auto size = static_cast<int64_t>(values.size());
   const auto at = static_cast<int64_t>(index);
   for (int64_t distance = 0; distance <= std::max(size, at); ++distance) {
     for (const int64_t i : {at - distance, at + distance}) {
-      if (i < 0 || i >= size || values[static_cast<size_t>(i)] == 0) continue;
+      if (i < 0 || i >= size || values[static_cast<size_t>(i)].count == 0) continue;
       lower = at - i;
-      return values[static_cast<size_t>(i)];
+      return &values[static_cast<size_t>(i)];
     }
   }
-  return 0;
-}
-
-// A step that took more than twice as long was held up by something else; one that took less than half says so of those
-// before it.
-void learn(double& value, double seen) {
-  if (value == 0 || seen < value / 2) {
-    value = seen;
-  } else {
-    value += kLearn * (std::min(seen, 2 * value) - value);
-  }
+  return nullptr;
 }
 
 }  // namespace
@@ -104,6 +99,12 @@ std::vector<int32_t> draft_lengths(const DraftPolicy& policy, const Drafts& draf
   return lengths;
 }
 
+void DraftLength::Measured::add(double seen) {
+  if (count > 0 && seen < value / 2) count = 0;
+  if (count > 0) seen = std::min(seen, 2 * value);
+  value += std::max(kLearn, 1.0 / static_cast<double>(++count)) * (seen - value);
+}
+
 DraftLength::DraftLength(int64_t max_drafts, int64_t fixed, bool has_confidence)
     : max_drafts_(max_drafts),
       fixed_(std::min(fixed, max_drafts)),
@@ -122,7 +123,7 @@ std::vector<double> DraftLength::acceptance() const {
 
 DraftLength::Load& DraftLength::load_of(int64_t num_seqs) {
   const size_t index = log2_up(num_seqs);
-  while (loads_.size() <= index) loads_.push_back({.probe_interval = kFirstProbe});
+  if (loads_.size() <= index) loads_.resize(index + 1);
   return loads_[index];
 }
 
@@ -137,25 +138,52 @@ double DraftLength::mean_acceptance() const {
 
 // Between the powers of two that were measured linear, beside them in proportion.
 double DraftLength::draft_seconds(int64_t num_seqs) const {
+  std::vector<Measured> seconds;
+  for (const Load& load : loads_) seconds.push_back(load.draft_seconds);
   const size_t high = log2_up(num_seqs);
-  const auto measured = [&](size_t index) { return index < loads_.size() ? loads_[index].draft_seconds : 0.0; };
   const auto n = static_cast<double>(num_seqs);
   const auto power = [](size_t index) { return std::exp2(static_cast<double>(index)); };
-  if (high > 0 && measured(high) > 0 && measured(high - 1) > 0) {
+  if (high > 0 && high < seconds.size() && seconds[high].count > 0 && seconds[high - 1].count > 0) {
     const double share = (n - power(high - 1)) / (power(high) - power(high - 1));
-    return measured(high - 1) + share * (measured(high) - measured(high - 1));
+    return seconds[high - 1].value + share * (seconds[high].value - seconds[high - 1].value);
   }
-  std::vector<double> seconds;
-  for (const Load& load : loads_) seconds.push_back(load.draft_seconds);
   int64_t lower = 0;
-  const double value = nearest(seconds, high, lower);
-  return value * n / power(static_cast<size_t>(static_cast<int64_t>(high) - lower));
+  const Measured* measured = nearest(seconds, high, lower);
+  if (measured == nullptr) return 0;
+  return measured->value * n / power(static_cast<size_t>(static_cast<int64_t>(high) - lower));
 }
 
 double DraftLength::verify_factor(int64_t rows) const {
   int64_t lower = 0;
-  const double measured = nearest(verify_factors_, log2_up(rows), lower);
-  return measured == 0 ? 1.0 : measured;
+  const Measured* measured = nearest(verify_factors_, log2_up(rows), lower);
+  return measured == nullptr ? 1.0 : measured->value;
+}
+
+// A step of another kind than the chosen one, if it is time for it.
+std::optional<DraftDemand> DraftLength::trial(Load& load, int64_t num_seqs, double context, const StepCost& cost,
+                                              const DraftDemand& chosen) {
+  const bool is_new = load.drafted_steps < kFirstDrafted;
+  const auto seconds_of = [&](int64_t drafts) {
+    const int64_t rows = num_seqs * (1 + drafts);
+    const double seconds = cost.seconds(rows, static_cast<double>(rows) * context, 0);
+    return drafts == 0 ? seconds : seconds * verify_factor(rows) + draft_seconds(num_seqs);
+  };
+  const double plain = seconds_of(0);
+  // While drafting, every fourth trial is a step without.
+  const size_t kinds = kTrials.size() + (chosen.max_drafts > 0 && !is_new ? 1 : 0);
+  for (size_t i = 0; i < (is_new ? kinds : 1); ++i) {
+    const size_t kind = static_cast<size_t>(load.num_trials) % kinds;
+    const int64_t drafts = kind < kTrials.size() ? std::min(kTrials[kind], max_drafts_) : 0;
+    const double loss = drafts == 0 ? plain : std::max(seconds_of(drafts) - plain, plain / 4);
+    if (is_new ? loss > kFirstLoss * plain : loss > kTrialShare * load.seconds_since_trial) {
+      if (is_new) ++load.num_trials;
+      continue;
+    }
+    ++load.num_trials;
+    load.seconds_since_trial = 0;
+    return DraftDemand{.max_drafts = drafts, .prior = chosen.prior, .measures = true};
+  }
+  return std::nullopt;
 }
 
 DraftDemand DraftLength::demand(std::span<const DraftRecord> records, double context, const StepCost& cost) {
@@ -165,7 +193,7 @@ DraftDemand DraftLength::demand(std::span<const DraftRecord> records, double con
   if (fixed_ > 0) return demand;
   const auto num_seqs = static_cast<int64_t>(records.size());
   Load& load = load_of(num_seqs);
-  if (load.plain_steps < kFirstSteps) return demand;
+  if (load.plain_steps < kFirstPlain) return demand;
 
   // The best sequences first; how many of them, and how many drafts each.
   std::vector<double> chances;
@@ -195,15 +223,7 @@ DraftDemand DraftLength::demand(std::span<const DraftRecord> records, double con
       demand.min_acceptance = chances[n];
     }
   }
-  const bool unmeasured = load.drafted_steps < kFirstSteps;
-  if (unmeasured || ++load.since_other >= load.probe_interval) {
-    if (!unmeasured) load.probe_interval = std::min(2 * load.probe_interval, kLastProbe);
-    load.since_other = 0;
-    if (demand.max_drafts > 0 && !unmeasured) return {.prior = demand.prior};
-    // One order of magnitude of rows after the other.
-    const int64_t drafts = (int64_t{2} << load.drafted_steps % kFirstSteps) - 1;
-    return {.max_drafts = std::min(drafts, max_drafts_), .prior = demand.prior, .measures = true};
-  }
+  if (const auto other = trial(load, num_seqs, context, cost, demand)) return *other;
   // Confidences say where a sequence can use more than the average one.
   if (demand.max_drafts > 0 && has_confidence_) demand.max_drafts = std::min(demand.max_drafts + 2, max_drafts_);
   return demand;
@@ -254,15 +274,16 @@ void DraftLength::observe(const StepPlan& plan, const StepResult& result, int64_
   for (const StepResult::Row& row : result.rows) verified += row.num_drafts > 0;
   if (decodes == 0) return;
   Load& load = load_of(decodes);
-  if (planned > 0) learn(load_of(planned).draft_seconds, result.draft_seconds);
+  load.seconds_since_trial += seconds + result.draft_seconds;
+  if (planned > 0) load_of(planned).draft_seconds.add(result.draft_seconds);
   if (verified == 0) {
     ++load.plain_steps;
     return;
   }
   ++load.drafted_steps;
   const size_t bucket = log2_up(rows);
-  if (bucket >= verify_factors_.size()) verify_factors_.resize(bucket + 1, 0.0);
-  if (expected > 0) learn(verify_factors_[bucket], seconds / expected);
+  if (bucket >= verify_factors_.size()) verify_factors_.resize(bucket + 1);
+  if (expected > 0) verify_factors_[bucket].add(seconds / expected);
   for (const StepResult::Row& row : result.rows) {
     const auto accepted = static_cast<int64_t>(row.tokens.size()) - 1;
     // Judged are the accepted ones and the first that was not.

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -25,7 +26,8 @@ std::vector<int32_t> draft_lengths(const DraftPolicy& policy, const Drafts& draf
 //
 // Expected seconds of a step with drafts are those of a step of as many rows without, times what steps with drafts were
 // measured to take of that: their rows share experts, a state and a context. Both kinds of step are measured for every
-// order of magnitude of sequences: some at first, then one now and then, so that neither is judged by a guess.
+// order of magnitude of sequences: some at first, then one now and then, as long as that costs little of the time, so that
+// neither is judged by a guess.
 class DraftLength {
  public:
   DraftLength() = default;
@@ -53,13 +55,22 @@ class DraftLength {
   struct Rate {  // with older rounds counting less and less
     double hits = 0, tries = 0, promised = 0;
   };
+  // A mean in which newer values count more. One that is more than twice the others was held up by something else; one of
+  // less than half of them says that those were.
+  struct Measured {
+    double value = 0;
+    int64_t count = 0;
+    void add(double seen);
+  };
   // What is known of steps with about so many sequences.
   struct Load {
     int64_t plain_steps = 0, drafted_steps = 0;
-    int64_t since_other = 0;     // steps since the last of the kind that is not chosen
-    int64_t probe_interval = 0;  // ... after which one is run all the same
-    double draft_seconds = 0;    // of making drafts; 0: not measured
+    int64_t num_trials = 0;
+    double seconds_since_trial = 0;
+    Measured draft_seconds;  // of making drafts
   };
+  std::optional<DraftDemand> trial(Load& load, int64_t num_seqs, double context, const StepCost& cost,
+                                   const DraftDemand& chosen);
 
   Load& load_of(int64_t num_seqs);
   double draft_seconds(int64_t num_seqs) const;
@@ -68,9 +79,9 @@ class DraftLength {
   int64_t max_drafts_ = 0;
   int64_t fixed_ = 0;
   bool has_confidence_ = false;
-  std::vector<Rate> rates_;             // [max_drafts]
-  std::vector<Load> loads_;             // [log2 of the sequences, rounded up]
-  std::vector<double> verify_factors_;  // [log2 of the rows, rounded up]; 0: not measured
+  std::vector<Rate> rates_;               // [max_drafts]
+  std::vector<Load> loads_;               // [log2 of the sequences, rounded up]
+  std::vector<Measured> verify_factors_;  // [log2 of the rows, rounded up]
 };
 
 }  // namespace moat
