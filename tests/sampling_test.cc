@@ -240,6 +240,86 @@ TEST(SamplingOptions, CostNothingWhereNobodyAsks) {
   }
 }
 
+// What a row with a small top-k needs of its logits is one pass over them.
+TEST(SamplingPath, ASmallTopKDoesNotWriteTheVocabulary) {
+  constexpr int64_t kVocab = 1000;
+  for (const auto& [top_k, is_few] : std::vector<std::pair<int32_t, bool>>{{1, true}, {128, true}, {129, false}}) {
+    SamplerBench b;
+    Moment m{.tokens = {1, 2, 3}, .num_prompt = 1};
+    m.params = {.temperature = 0.7F, .top_k = top_k, .seed = 4, .max_tokens = 10};
+    const Tensor logits = b.data.normal({3, kVocab}, 2.0);
+    const auto results = b.sample(logits, {m, m, m});
+    for (int64_t r = 0; r < 3; ++r) {
+      EXPECT_EQ(results[static_cast<size_t>(r)].token.token_id,
+                plain_choice(plain_logits(logits.row(r), kVocab, m), m));
+    }
+    for (const char* site : {"sample.gather", "sample.softmax", "sample.top_k", "sample.draw"}) {
+      EXPECT_EQ(b.profile.sites.contains(site), !is_few) << site << ", top_k " << top_k;
+    }
+    EXPECT_EQ(b.profile.sites.contains("sample.draw_compact"), is_few) << top_k;
+  }
+}
+
+// Ties with the k-th logit are kept: the more there are, the more may be drawn, also where they do not fit.
+TEST(SamplingPath, MoreTiesThanThereIsRoomForAreNotLost) {
+  constexpr int64_t kVocab = 600;
+  SamplerBench b;
+  const Tensor logits = b.data.normal({4, kVocab}, 0.1);
+  std::fill(logits.row(1), logits.row(1) + kVocab, 1.0F);
+  std::fill(logits.row(2) + 100, logits.row(2) + 400, 8.0F);
+  std::vector<Moment> moments;
+  for (const uint64_t seed : {1, 2, 3, 4}) {
+    Moment m{.tokens = {1, 2, 3}, .num_prompt = 1};
+    m.params = {.temperature = 1.0F, .top_k = 5, .seed = seed, .max_tokens = 10};
+    moments.push_back(m);
+  }
+  const auto results = b.sample(logits, moments);
+  for (size_t r = 0; r < moments.size(); ++r) {
+    const Moment& m = moments[r];
+    EXPECT_EQ(results[r].token.token_id, plain_choice(plain_logits(logits.row(static_cast<int64_t>(r)), kVocab, m), m));
+    EXPECT_EQ(results[r].error, "");
+  }
+  EXPECT_EQ(b.profile.sites.at("sample.softmax").calls, 1);
+}
+
+// The same of drafts: their law is the target's, so all are accepted, and the token after them is drawn from all 600.
+TEST(SamplingPath, DraftsAreJudgedWhereTiesDoNotFit) {
+  constexpr int64_t kVocab = 600;
+  SamplerBench b;
+  const Tensor logits = b.data.normal({6, kVocab}, 1.0);
+  std::fill(logits.row(2), logits.row(2) + kVocab, 1.0F);  // the last row of the first sequence
+  const Tensor laws = b.data.normal({4, kVocab}, 0.0);
+  const SamplingParams params{.temperature = 1.0F, .top_k = 5, .seed = 3, .seeded = false, .max_tokens = 10};
+  std::vector<int32_t> drafts;  // the likeliest of each row
+  for (int64_t r = 0; r < 6; ++r) {
+    if (r % 3 == 2) continue;
+    const float* row = logits.row(r);
+    drafts.push_back(static_cast<int32_t>(std::max_element(row, row + kVocab) - row));
+    float* law = laws.row(static_cast<int64_t>(drafts.size()) - 1);
+    std::fill(law, law + kVocab, 0.0F);
+    law[drafts.back()] = 0.01F;  // less than the target gives it: accepted, whatever is drawn
+  }
+  const std::vector<int32_t> tokens = {1, 2, 3};
+  std::vector<VerifySequence> sequences;
+  for (const int64_t first : {0, 2}) {
+    sequences.push_back({.params = &params,
+                         .tokens = tokens,
+                         .drafts = std::span(drafts).subspan(static_cast<size_t>(first), 2),
+                         .num_generated = 1,
+                         .law_row = first,
+                         .bonus_uniform = 0.9});
+  }
+  const auto verified = Sampler(kVocab, kEos).verify(b.exec, logits, sequences, laws);
+  for (size_t s = 0; s < 2; ++s) {
+    ASSERT_EQ(verified[s].tokens.size(), 3U) << verified[s].error;
+    EXPECT_EQ(verified[s].tokens[0].token_id, drafts[2 * s]);
+    EXPECT_EQ(verified[s].tokens[1].token_id, drafts[2 * s + 1]);
+  }
+  EXPECT_EQ(verified[0].tokens[2].token_id, 540);
+  EXPECT_TRUE(b.profile.sites.contains("sample.softmax")) << "the first sequence";
+  EXPECT_TRUE(b.profile.sites.contains("sample.top_k_probs"));
+}
+
 // -inf comes in from masks of the model's own; penalties and biases at the ends of their ranges make neither NaN nor
 // an infinity of a finite logit.
 TEST(SamplingOptions, InfinitiesAreNeitherMadeNorLost) {

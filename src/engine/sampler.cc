@@ -2,6 +2,7 @@
 #include "engine/sampler.h"
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 #include "base/rng.h"
@@ -115,47 +116,50 @@ void Sampler::apply_masks(Exec& exec, const Tensor& work, const RowList& list, s
   mask_logits(exec, "sample.mask", {.logits = work, .allowed = allowed});
 }
 
-Tensor Sampler::choose_greedy(Exec& exec, const Tensor& work) const {
-  const Tensor ids = exec.arena().alloc(DType::kI32, {work.dim(0)});
-  argmax(exec, "sample.argmax", {.ids = ids, .logits = work});
-  return ids;
+Sampler::Path Sampler::path_of(const SamplingParams& p) const {
+  if (!(p.temperature > 0.0F)) return Path::kGreedy;
+  return p.top_k > 0 && p.top_k <= kMostFew && p.top_k < vocab_size_ ? Path::kFew : Path::kDense;
+}
+
+Sampler::Filters Sampler::filters_of(const RowList& list, std::span<const SampleRow> rows) const {
+  Filters f;
+  for (const int32_t index : list) {
+    const SamplingParams& p = *rows[static_cast<size_t>(index)].params;
+    f.temperature.push_back(p.temperature);
+    f.top_k.push_back(p.top_k > 0 ? p.top_k : static_cast<int32_t>(vocab_size_));
+    f.top_p.push_back(p.top_p);
+    f.min_p.push_back(p.min_p);
+  }
+  return f;
+}
+
+// The distributions to draw from, as the entries that top-k leaves. counts -1: more tie than there is room for.
+CompactRows Sampler::few_probs(Exec& exec, const Tensor& logits, const Filters& f) const {
+  const int64_t rows = logits.dim(0);
+  const CompactRows out{.ids = exec.arena().alloc(DType::kI32, {rows, kFewWidth}),
+                        .probs = exec.arena().alloc(DType::kF32, {rows, kFewWidth}),
+                        .counts = exec.arena().alloc(DType::kI32, {rows})};
+  top_k_probs(
+      exec, "sample.top_k_probs",
+      {.out = out, .logits = logits, .temperature = f.temperature, .k = f.top_k, .top_p = f.top_p, .min_p = f.min_p});
+  return out;
 }
 
 // Temperature, top-k, top-p, min-p: `work` becomes the distributions to draw from.
-void Sampler::filter(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const {
-  std::vector<float> temperature, top_p, min_p;
-  std::vector<int32_t> top_k;
-  for (const int32_t index : list) {
-    const SampleRow& row = rows[static_cast<size_t>(index)];
-    temperature.push_back(row.params->temperature);
-    top_k.push_back(row.params->top_k > 0 ? row.params->top_k : static_cast<int32_t>(vocab_size_));
-    top_p.push_back(row.params->top_p);
-    min_p.push_back(row.params->min_p);
-  }
-  const auto any = [&](const auto& values, auto off) {
-    return exec.dry() || std::any_of(values.begin(), values.end(), off);
+void Sampler::to_probs(Exec& exec, const Tensor& work, const Filters& f) const {
+  const auto any = [&](const auto& values, auto is_on) {
+    return exec.dry() || std::any_of(values.begin(), values.end(), is_on);
   };
-  softmax(exec, "sample.softmax", {.probs = work, .logits = work, .temperature = temperature});
-  if (any(top_k, [&](int32_t k) { return k < vocab_size_; })) {
-    top_k_renorm(exec, "sample.top_k", {.probs = work, .k = top_k});
+  softmax(exec, "sample.softmax", {.probs = work, .logits = work, .temperature = f.temperature});
+  if (any(f.top_k, [&](int32_t k) { return k < vocab_size_; })) {
+    top_k_renorm(exec, "sample.top_k", {.probs = work, .k = f.top_k});
   }
-  if (any(top_p, [](float p) { return p < 1.0F; })) top_p_renorm(exec, "sample.top_p", {.probs = work, .p = top_p});
-  if (any(min_p, [](float p) { return p > 0.0F; })) {
-    min_p_renorm(exec, "sample.min_p", {.probs = work, .min_p = min_p});
+  if (any(f.top_p, [](float p) { return p < 1.0F; })) {
+    top_p_renorm(exec, "sample.top_p", {.probs = work, .p = f.top_p});
   }
-}
-
-Tensor Sampler::choose_sampled(Exec& exec, const Tensor& work, const RowList& list,
-                               std::span<const SampleRow> rows) const {
-  filter(exec, work, list, rows);
-  std::vector<double> uniform;
-  for (const int32_t index : list) {
-    const SampleRow& row = rows[static_cast<size_t>(index)];
-    uniform.push_back(random_uniform(row.params->seed, static_cast<uint64_t>(row.position), RandomPurpose::kSample));
+  if (any(f.min_p, [](float p) { return p > 0.0F; })) {
+    min_p_renorm(exec, "sample.min_p", {.probs = work, .min_p = f.min_p});
   }
-  const Tensor ids = exec.arena().alloc(DType::kI32, {work.dim(0)});
-  draw(exec, "sample.draw", {.ids = ids, .probs = work, .uniform = uniform});
-  return ids;
 }
 
 void Sampler::add_logprobs(Exec& exec, const Tensor& logits, std::span<const SampleRow> rows,
@@ -195,37 +199,74 @@ void Sampler::add_logprobs(Exec& exec, const Tensor& logits, std::span<const Sam
   }
 }
 
-// The listed rows after penalties, biases and masks, as a tensor of their own. [list, vocab]
-Tensor Sampler::edit(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows) const {
-  const Tensor work = gather(exec, logits, list);
+// The listed rows after penalties, biases and masks: to be read, or as a tensor of their own. [list, vocab]
+Tensor Sampler::edit(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows,
+                     Access access) const {
   const auto any = [&](bool (*wants)(const SampleRow&)) {
     return std::any_of(list.begin(), list.end(), [&](int32_t i) { return wants(rows[static_cast<size_t>(i)]); });
   };
-  if (any(wants_penalties)) penalize(exec, work, list, rows);
-  if (any(wants_bias)) bias(exec, work, list, rows);
-  if (any(wants_mask)) apply_masks(exec, work, list, rows);
+  const bool penalties = any(wants_penalties), biases = any(wants_bias), masks = any(wants_mask);
+  const auto count = static_cast<int64_t>(list.size());
+  const bool is_range = list.back() - list.front() + 1 == count;  // lists ascend
+  if (access == Access::kRead && is_range && !penalties && !biases && !masks) {
+    return logits.rows(list.front(), list.front() + count);
+  }
+  const Tensor work = gather(exec, logits, list);
+  if (penalties) penalize(exec, work, list, rows);
+  if (biases) bias(exec, work, list, rows);
+  if (masks) apply_masks(exec, work, list, rows);
   return work;
+}
+
+// A token for each listed row, all of one path. [list] i32. Rows with more entries than the path has room for are added
+// to `overflow`.
+Tensor Sampler::choose_ids(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows,
+                           Path path, RowList& overflow) const {
+  const Tensor work = edit(exec, logits, list, rows, path == Path::kDense ? Access::kWrite : Access::kRead);
+  const Tensor ids = exec.arena().alloc(DType::kI32, {work.dim(0)});
+  if (path == Path::kGreedy) {
+    argmax(exec, "sample.argmax", {.ids = ids, .logits = work});
+    return ids;
+  }
+  std::vector<double> uniform;
+  for (const int32_t index : list) {
+    const SampleRow& row = rows[static_cast<size_t>(index)];
+    uniform.push_back(random_uniform(row.params->seed, static_cast<uint64_t>(row.position), RandomPurpose::kSample));
+  }
+  const Filters filters = filters_of(list, rows);
+  if (path == Path::kDense) {
+    to_probs(exec, work, filters);
+    draw(exec, "sample.draw", {.ids = ids, .probs = work, .uniform = uniform});
+    return ids;
+  }
+  const CompactRows probs = few_probs(exec, work, filters);
+  draw_compact(exec, "sample.draw_compact", {.ids = ids, .probs = probs, .uniform = uniform});
+  for (size_t i = 0; i < list.size() && !exec.dry(); ++i) {
+    if (probs.counts.i32()[i] < 0) overflow.push_back(list[i]);
+  }
+  return ids;
 }
 
 // A token for each listed row.
 void Sampler::choose(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows,
                      std::vector<SampledRow>& results) const {
-  RowList groups[2][2];  // [sampled][masked]
-  for (const int32_t index : list) {
-    const SampleRow& row = rows[static_cast<size_t>(index)];
-    groups[row.params->temperature > 0.0F][wants_mask(row)].push_back(index);
-  }
-  for (const bool sampled : {false, true}) {
-    for (const bool masked : {false, true}) {
-      const RowList& group = groups[sampled][masked];
+  for (const bool masked : {false, true}) {  // a mask costs a row of bits for each row
+    std::array<RowList, 3> groups;           // [Path]
+    for (const int32_t index : list) {
+      const SampleRow& row = rows[static_cast<size_t>(index)];
+      if (wants_mask(row) == masked) groups[static_cast<size_t>(path_of(*row.params))].push_back(index);
+    }
+    for (const Path path : {Path::kGreedy, Path::kFew, Path::kDense}) {
+      RowList& dense = groups[static_cast<size_t>(Path::kDense)];
+      RowList& group = groups[static_cast<size_t>(path)];
       if (group.empty()) continue;
+      std::sort(group.begin(), group.end());  // those of the path before may have been added
       const ArenaScope scope(exec.arena());
-      const Tensor work = edit(exec, logits, group, rows);
-      const Tensor ids = sampled ? choose_sampled(exec, work, group, rows) : choose_greedy(exec, work);
+      const Tensor ids = choose_ids(exec, logits, group, rows, path, dense);
       for (size_t i = 0; i < group.size() && !exec.dry(); ++i) {
         SampledRow& result = results[static_cast<size_t>(group[i])];
         result.token.token_id = ids.i32()[i];
-        if (result.token.token_id < 0) result.error = kUnusableRow;
+        result.error = result.token.token_id < 0 ? kUnusableRow : "";
       }
     }
   }
@@ -243,10 +284,11 @@ std::vector<SampledRow> Sampler::sample(Exec& exec, const Tensor& logits, std::s
 
 void Sampler::dry(Exec& exec, const Tensor& logits, int64_t max_drafts) const {
   const auto rows = static_cast<size_t>(logits.dim(0));
-  // Rows that take every path: greedy and sampled, with penalties, biases, min_tokens masks and all filters on.
-  for (const float temperature : {0.0F, 1.0F}) {
+  // Rows that take every path, with penalties, biases, min_tokens masks and all filters on.
+  for (const Path path : {Path::kGreedy, Path::kFew, Path::kDense}) {
     SamplingParams params;
-    params.temperature = temperature;
+    params.temperature = path == Path::kGreedy ? 0.0F : 1.0F;
+    params.top_k = path == Path::kFew ? static_cast<int32_t>(std::min<int64_t>(kMostFew, vocab_size_ - 1)) : 0;
     params.presence_penalty = 1.0F;
     params.logit_bias = {{.token_id = 0, .bias = 1.0F}};
     params.min_tokens = 1;

@@ -4,6 +4,9 @@
 //
 // Order, for each row: penalties, logit_bias, masks (constraint, min_tokens, bad_words), then argmax, or temperature,
 // top-k, top-p, min-p and a draw. Log-probabilities are of the logits as they came. sampler_verify.cc judges drafts.
+//
+// A row with a small top-k becomes the few entries that are left (ops/sparse.h), any other a distribution over the
+// vocabulary (ops/sample.h).
 #pragma once
 
 #include <cstdint>
@@ -15,6 +18,7 @@
 #include "engine/request.h"
 #include "engine/token_counts.h"
 #include "ops/select.h"
+#include "ops/sparse.h"
 
 namespace moat {
 
@@ -79,10 +83,20 @@ class Sampler {
   void penalize(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;
   void bias(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;
   void apply_masks(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;
-  Tensor edit(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows) const;
-  Tensor choose_greedy(Exec& exec, const Tensor& work) const;
-  void filter(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;
-  Tensor choose_sampled(Exec& exec, const Tensor& work, const RowList& list, std::span<const SampleRow> rows) const;
+  enum class Access : uint8_t { kRead, kWrite };
+  Tensor edit(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows,
+              Access access) const;
+  enum class Path : uint8_t { kGreedy, kFew, kDense };
+  Path path_of(const SamplingParams& params) const;
+  struct Filters {  // of listed rows
+    std::vector<float> temperature, top_p, min_p;
+    std::vector<int32_t> top_k;
+  };
+  Filters filters_of(const RowList& list, std::span<const SampleRow> rows) const;
+  CompactRows few_probs(Exec& exec, const Tensor& logits, const Filters& filters) const;
+  void to_probs(Exec& exec, const Tensor& work, const Filters& filters) const;
+  Tensor choose_ids(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows, Path path,
+                    RowList& overflow) const;
   void choose(Exec& exec, const Tensor& logits, const RowList& list, std::span<const SampleRow> rows,
               std::vector<SampledRow>& results) const;
   void add_logprobs(Exec& exec, const Tensor& logits, std::span<const SampleRow> rows,
@@ -93,7 +107,12 @@ class Sampler {
   void match(Exec& exec, const Tensor& logits, std::span<const VerifySequence> sequences, Rows& rows) const;
   void accept(Exec& exec, const Tensor& logits, std::span<const VerifySequence> sequences, const Tensor& laws,
               Rows& rows) const;
+  RowList judge(Exec& exec, const Tensor& logits, std::span<const VerifySequence> sequences, const RowList& members,
+                Path path, const Tensor& laws, Rows& rows) const;
 
+  // Most entries that top-k may leave on the path of few, and room for those that tie with the last.
+  static constexpr int32_t kMostFew = 128;
+  static constexpr int64_t kFewWidth = 2 * kMostFew;
   static constexpr const char* kUnusableRow = "the model's output is not finite, or nothing may come next";
 
   int64_t vocab_size_;

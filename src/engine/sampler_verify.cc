@@ -125,12 +125,27 @@ void Sampler::match(Exec& exec, const Tensor& logits, std::span<const VerifySequ
 // Sequences whose drafts were drawn from a known law.
 void Sampler::accept(Exec& exec, const Tensor& logits, std::span<const VerifySequence> sequences, const Tensor& laws,
                      Rows& r) const {
-  RowList list, members, cu_rows = {0}, drafts, law_rows;
-  std::vector<double> accept_uniforms, bonus_uniforms;
+  RowList few, dense;  // sequences
   for (size_t s = 0; s < sequences.size(); ++s) {
+    if (!is_law_verified(sequences[s])) continue;
+    (path_of(*sequences[s].params) == Path::kFew ? few : dense).push_back(static_cast<int32_t>(s));
+  }
+  const RowList overflow = judge(exec, logits, sequences, few, Path::kFew, laws, r);
+  dense.insert(dense.end(), overflow.begin(), overflow.end());
+  std::sort(dense.begin(), dense.end());
+  judge(exec, logits, sequences, dense, Path::kDense, laws, r);
+}
+
+// Judges the drafts of `members`, all of one path; those with a row of more entries than the path has room for are not
+// judged but returned.
+Sampler::RowList Sampler::judge(Exec& exec, const Tensor& logits, std::span<const VerifySequence> sequences,
+                                const RowList& members, Path path, const Tensor& laws, Rows& r) const {
+  if (members.empty()) return {};
+  RowList list, cu_rows = {0}, drafts, law_rows;
+  std::vector<double> accept_uniforms, bonus_uniforms;
+  for (const int32_t member : members) {
+    const auto s = static_cast<size_t>(member);
     const VerifySequence& seq = sequences[s];
-    if (!is_law_verified(seq)) continue;
-    members.push_back(static_cast<int32_t>(s));
     const auto round = static_cast<uint64_t>(r.rows[static_cast<size_t>(r.begins[s])].position);
     for (int32_t k = 0; k <= r.num_drafts[s]; ++k) {
       const bool judged = k < r.num_drafts[s];
@@ -147,18 +162,23 @@ void Sampler::accept(Exec& exec, const Tensor& logits, std::span<const VerifySeq
                                  : random_uniform(seq.params->seed, round, RandomPurpose::kBonus));
     cu_rows.push_back(static_cast<int32_t>(list.size()));
   }
-  if (members.empty()) return;
   const ArenaScope scope(exec.arena());
   const auto count = static_cast<int64_t>(members.size());
-  const Tensor targets = edit(exec, logits, list, r.rows);
-  filter(exec, targets, list, r.rows);
+  const Filters filters = filters_of(list, r.rows);
+  TargetRows target;
+  if (path == Path::kFew) {
+    target.compact = few_probs(exec, edit(exec, logits, list, r.rows, Access::kRead), filters);
+  } else {
+    target.dense = edit(exec, logits, list, r.rows, Access::kWrite);
+    to_probs(exec, target.dense, filters);
+  }
   const Tensor accepted = exec.arena().alloc(DType::kI32, {count});
   const Tensor bonus = exec.arena().alloc(DType::kI32, {count});
   const std::vector<AcceptRule> rules(members.size(), AcceptRule::kBlock);
   accept_drafts(exec, "verify.accept",
                 {.accepted = accepted,
                  .bonus = bonus,
-                 .target = {.dense = targets},
+                 .target = target,
                  .q = laws,
                  .q_rows = law_rows,
                  .drafts = drafts,
@@ -166,16 +186,26 @@ void Sampler::accept(Exec& exec, const Tensor& logits, std::span<const VerifySeq
                  .rules = rules,
                  .accept_uniforms = accept_uniforms,
                  .bonus_uniforms = bonus_uniforms});
+  RowList overflow;
   for (int64_t m = 0; m < count && !exec.dry(); ++m) {
+    const int32_t begin = cu_rows[static_cast<size_t>(m)], end = cu_rows[static_cast<size_t>(m) + 1];
+    if (path == Path::kFew) {
+      const int32_t* counts = target.compact.counts.i32();
+      if (std::any_of(counts + begin, counts + end, [](int32_t n) { return n < 0; })) {
+        overflow.push_back(members[static_cast<size_t>(m)]);
+        continue;
+      }
+    }
     const auto s = static_cast<size_t>(members[static_cast<size_t>(m)]);
     r.accepted[s] = accepted.i32()[m];
     for (int32_t k = 0; k <= r.num_drafts[s]; ++k) {
       SampledRow& result = r.results[static_cast<size_t>(r.begins[s] + k)];
-      const int32_t draft = drafts[static_cast<size_t>(cu_rows[static_cast<size_t>(m)] + k)];
+      const int32_t draft = drafts[static_cast<size_t>(begin + k)];
       result.token.token_id = k < r.accepted[s] ? draft : k == r.accepted[s] ? bonus.i32()[m] : -1;
       if (k == r.accepted[s] && bonus.i32()[m] < 0) result.error = kUnusableRow;
     }
   }
+  return overflow;
 }
 
 std::vector<VerifiedSequence> Sampler::verify(Exec& exec, const Tensor& logits,
