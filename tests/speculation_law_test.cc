@@ -610,7 +610,7 @@ TEST(Trap, T60_TheCutByConfidenceIsLossless) {
   const SamplingParams params{.temperature = 1.0F, .seeded = false};
   Toy toy = toy_of(model, 3, params);
   const DraftPolicy policy{
-      .automatic = true, .num_decodes = 1, .seconds = 1.0, .seconds_per_draft = 0.4, .factor = {1.0F, 1.0F, 1.0F}};
+      .automatic = true, .num_decodes = 1, .seconds = {1.0, 1.4, 1.8, 2.2}, .factor = {1.0F, 1.0F, 1.0F}};
   std::vector<int> seen(4, 0);
   toy.cut = [&](std::span<const int32_t> x) {
     Drafts drafts{.width = 3, .ids = {x.begin(), x.end()}};
@@ -629,8 +629,7 @@ TEST(Trap, T60_TheCutByConfidenceIsLossless) {
 
 // dspark.md 1.7: with a first draft that does not pay by itself, whether it is verified must not depend on what it is.
 TEST(Trap, T60_TheFirstCutIsBlindToTheDraft) {
-  const DraftPolicy policy{
-      .automatic = true, .num_decodes = 1, .seconds = 1.0, .seconds_per_draft = 0.85, .factor = {1.0F, 1.0F}};
+  const DraftPolicy policy{.automatic = true, .num_decodes = 1, .seconds = {1.0, 1.85, 2.7}, .factor = {1.0F, 1.0F}};
   const std::vector<int32_t> limits = {2};
   for (const int32_t first : {0, 1}) {
     const Drafts drafts{.width = 2, .ids = {first, 0}, .confidence = {0.8F, first == 0 ? 0.99F : 0.0F}};

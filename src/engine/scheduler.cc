@@ -23,7 +23,7 @@ int64_t round_down(int64_t value, int64_t unit) { return value / unit * unit; }
 }  // namespace
 
 void DraftRecord::add(bool accepted) {
-  constexpr double kKeep = 1.0 - 1.0 / 24;  // a few rounds
+  constexpr double kKeep = 1.0 - 1.0 / 32;  // a few rounds
   hits = kKeep * hits + (accepted ? 1.0 : 0.0);
   tries = kKeep * tries + 1.0;
 }
@@ -35,7 +35,7 @@ void DraftRecord::fade() {
 }
 
 double DraftRecord::acceptance(double prior) const {
-  constexpr double kPrior = 3.0;  // drafts' worth
+  constexpr double kPrior = 16.0;  // drafts' worth
   return (hits + kPrior * prior) / (tries + kPrior);
 }
 

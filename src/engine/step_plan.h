@@ -14,12 +14,13 @@ namespace moat {
 
 // What the drafts of a step are cut by, once they are made (engine/draft_length.h). A value, so that every rank cuts alike.
 struct DraftPolicy {
-  bool automatic = false;        // false: as many as the plan gives room for
-  int64_t num_decodes = 0;       // sequences that get a token
-  double seconds = 0;            // expected of the step without drafts,
-  double seconds_per_draft = 0;  // ... of each draft's row,
-  double draft_seconds = 0;      // ... and of making them, which is spent by then
-  std::vector<float> factor;     // [position] on the drafter's confidence, or the chance itself if it has none
+  bool automatic = false;         // false: as many as the plan gives room for
+  int64_t num_decodes = 0;        // sequences that get a token
+  std::vector<double> seconds;    // [1 + drafts], expected of the step with so many of them, at least one entry
+  double draft_seconds = 0;       // ... of making drafts, which is spent by then
+  std::vector<float> factor;      // [position] on the drafter's confidence
+  std::vector<float> acceptance;  // [position], chance that a draft is accepted if those before it were, of drafts in
+                                  // general: expected of drafts whose confidence must not be looked at yet
 };
 
 // How the drafts for one sequence fared, newer ones counting more.

@@ -65,7 +65,8 @@ struct RunResult {
   SchedulerStats stats;
 };
 
-// The prompts `batch` at a time; decode phases only.
+// The prompts `batch` at a time; decode phases only. Drafts begin when all prompts are through, so that a phase begins
+// with the same sequences, each with the same tokens, whatever is drafted in it.
 RunResult run_once(EngineParts& parts, const BenchSpeculationOptions& o, std::span<const Ids> prompts, int64_t batch) {
   RunResult result;
   for (size_t first = 0; first < prompts.size(); first += static_cast<size_t>(batch)) {
@@ -87,6 +88,8 @@ RunResult run_once(EngineParts& parts, const BenchSpeculationOptions& o, std::sp
     std::vector<SequenceEvent> events;
     size_t started = 0, ended = 0;
     double start = 0;
+    DraftLength waiting;  // that of `parts` while prompts come
+    std::swap(parts.draft_length, waiting);
     while (ended < count) {
       stepper.schedule(plan, events, 0);
       stepper.run(plan, events);
@@ -98,9 +101,16 @@ RunResult run_once(EngineParts& parts, const BenchSpeculationOptions& o, std::sp
         ended += e.event.finish != FinishReason::kNone;
       }
       events.clear();
-      if (start == 0 && started == count) start = now_seconds();
+      if (start == 0 && started == count) {
+        std::swap(parts.draft_length, waiting);
+        start = now_seconds();
+      }
     }
-    if (start > 0) result.seconds += now_seconds() - start;
+    if (start > 0) {
+      result.seconds += now_seconds() - start;
+    } else {
+      std::swap(parts.draft_length, waiting);
+    }
     result.stats.draft_rounds += scheduler.stats().draft_rounds;
     result.stats.drafted_tokens += scheduler.stats().drafted_tokens;
     result.stats.accepted_tokens += scheduler.stats().accepted_tokens;
