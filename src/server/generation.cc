@@ -158,6 +158,7 @@ void Generation::launch(std::vector<Request> requests) {
 void Generation::on_event(int32_t index, TokenEvent event) {
   Choice& choice = choices_[static_cast<size_t>(index)];
   const FinishReason reason = event.finish;
+  if (gone_ && reason == FinishReason::kNone) return;  // what was under way when the peer left
   const Status error = event.error;
   if (!event.tokens.empty()) observe_tokens(choice, event.tokens.size());
   if (reason != FinishReason::kNone) choice.timings = event.timings;

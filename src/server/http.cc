@@ -376,7 +376,9 @@ void HttpConnection::hang_up() {
   error_code ignored;
   socket_.set_option(asio::socket_base::linger(true, 0), ignored);
   close();
-  if (on_hangup_) post_task(std::exchange(on_hangup_, nullptr));
+  // At once: posted, it would wait behind every event that a fast engine has queued on the strand, and the request would
+  // run on. Nothing above this frame belongs to the callback: all that hangs up is an I/O handler or a task of run().
+  if (const auto callback = std::exchange(on_hangup_, nullptr)) callback();
 }
 
 void HttpConnection::close() {
