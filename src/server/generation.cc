@@ -134,11 +134,9 @@ void Generation::launch(std::vector<Request> requests) {
   }
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto index = static_cast<int32_t>(i);
-    Result<Engine::RequestHandle> handle =
-        context_.engine.submit(std::move(requests[i]), [self = shared_from_this(), index](TokenEvent event) {
-          self->exchange_.responder->post(
-              [self, index, event = std::move(event)]() mutable { self->on_event(index, std::move(event)); });
-        });
+    Result<Engine::RequestHandle> handle = context_.engine.submit(
+        std::move(requests[i]),
+        [self = shared_from_this(), index](TokenEvent event) { self->post_event(index, std::move(event)); });
     if (!handle.ok()) {
       fail(api_error(handle.status()));
       break;
@@ -153,6 +151,27 @@ void Generation::launch(std::vector<Request> requests) {
       {.content_type = "text/event-stream; charset=utf-8",
        .headers = {
            {"Cache-Control", "no-cache"}, {"X-Accel-Buffering", "no"}, {"X-Request-Id", exchange_.request_id}}});
+}
+
+// One task takes all events that are there: an engine that is faster than the server fills a list, not the strand, and
+// what the events say is written as one piece.
+void Generation::post_event(int32_t index, TokenEvent event) {
+  {
+    const std::lock_guard lock(events_mutex_);
+    events_.emplace_back(index, std::move(event));
+    if (events_.size() > 1) return;  // the task that takes them is posted
+  }
+  exchange_.responder->post([self = shared_from_this()] { self->take_events(); });
+}
+
+void Generation::take_events() {
+  std::vector<std::pair<int32_t, TokenEvent>> events;
+  {
+    const std::lock_guard lock(events_mutex_);
+    events.swap(events_);
+  }
+  for (auto& [index, event] : events) on_event(index, std::move(event));
+  flush();
 }
 
 void Generation::on_event(int32_t index, TokenEvent event) {
@@ -195,8 +214,15 @@ void Generation::observe_tokens(Choice& choice, size_t count) {
 }
 
 void Generation::deliver(int32_t index, ReplyStream::Update update) {
-  if (chunks_) return exchange_.responder->write(chunks_->write(index, update, usage()));
+  if (chunks_) {
+    unwritten_ += chunks_->write(index, update, usage());
+    return;
+  }
   whole_->add(index, std::move(update));
+}
+
+void Generation::flush() {
+  if (!unwritten_.empty()) exchange_.responder->write(std::exchange(unwritten_, {}));
 }
 
 void Generation::on_hangup() {
@@ -211,7 +237,8 @@ void Generation::fail(const ApiError& error) {
   if (finish_.empty()) finish_ = refusal_name(error.status);
   cancel_all();
   if (stream_started_) {
-    exchange_.responder->write(sse_event(error_json(error)));
+    unwritten_ += sse_event(error_json(error));
+    flush();
     exchange_.responder->end();
   } else {
     exchange_.send(error_response(error));
@@ -229,7 +256,8 @@ void Generation::complete() {
     const Json times = call_.timings ? timings() : Json();
     const Json* shown_times = call_.timings ? &times : nullptr;
     if (chunks_) {
-      exchange_.responder->write(chunks_->usage_chunk(usage(), shown_times) + kSseDone);
+      unwritten_ += chunks_->usage_chunk(usage(), shown_times) + kSseDone;
+      flush();
       exchange_.responder->end();
     } else {
       exchange_.send({.body = whole_->finish(usage(), shown_times).dump()});

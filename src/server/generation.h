@@ -76,9 +76,12 @@ class Generation : public std::enable_shared_from_this<Generation> {
 
   void prepare(std::string body, bool chat);
   void launch(std::vector<Request> requests);
+  void post_event(int32_t index, TokenEvent event);  // on the engine's thread
+  void take_events();
   void on_event(int32_t index, TokenEvent event);
   void observe_tokens(Choice& choice, size_t count);
   void deliver(int32_t index, ReplyStream::Update update);
+  void flush();
   void on_hangup();
   void fail(const ApiError& error);
   void cancel_all();
@@ -94,7 +97,10 @@ class Generation : public std::enable_shared_from_this<Generation> {
   std::vector<Choice> choices_;
   std::optional<ChunkWriter> chunks_;  // if streaming
   std::optional<WholeWriter> whole_;   // else
-  size_t num_open_ = 0;                // choices whose last event is still to come
+  std::mutex events_mutex_;
+  std::vector<std::pair<int32_t, TokenEvent>> events_;  // choice and event, not yet taken by the strand
+  std::string unwritten_;                               // of the stream, written once all events at hand are taken
+  size_t num_open_ = 0;                                 // choices whose last event is still to come
   bool stream_started_ = false;
   bool gone_ = false;    // the peer hung up
   bool failed_ = false;  // an error was sent
