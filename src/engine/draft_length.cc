@@ -25,6 +25,8 @@ constexpr double kLeastLoss = 0.25;
 constexpr std::array<int64_t, 3> kTrials = {1, 3, 7};
 // Drafting has to promise this much more than not drafting: times are known to a few percent.
 constexpr double kMargin = 1.03;
+// Drafting for some of the sequences has to promise this much more than for all of them: the best records are partly luck.
+constexpr double kSubsetMargin = 1.05;
 // Sequences for which a promise is believed before it was seen what comes of it.
 constexpr double kPriorPromise = 64;
 
@@ -266,8 +268,9 @@ DraftDemand DraftLength::demand(std::span<const DraftRecord> records, double con
       const Prospect prospect{.tokens = (seqs + more) / seqs, .seconds = seconds / plain};
       if (drafted == num_seqs) prospects.push_back(prospect);
       const double gain = prospect.tokens / prospect.seconds;
-      if (gain <= best) continue;
-      best = gain;
+      const double weighed = drafted == num_seqs ? gain : gain / kSubsetMargin;
+      if (weighed <= best) continue;
+      best = weighed;
       promise_.gain = gain;
       demand.max_drafts = drafts;
       demand.min_acceptance = chances[n];
